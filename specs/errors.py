@@ -45,5 +45,9 @@ class PlanError(InputError):
     """The plan cannot be carried out here: memory, disk, an occupied output folder."""
 
 
+class OutputError(InputError):
+    """Writing failed: disk full, no permission, a device error."""
+
+
 class ArtifactError(InputError):
     """An artifact is damaged, unsealed, of another format version, or not the one expected."""

@@ -10,11 +10,12 @@ from typing import Any
 import yaml
 
 from specs.errors import SpecError
+from specs.mesh import Axis
 
 FORMATS = ("dense", "ct_int4_g32")
 LAYOUTS = ("plain", "int4_tile")
 DTYPES = ("BF16", "F32")
-MESH_AXES = ("tp", "ep", "etp")
+MESH_AXES: tuple[Axis, ...] = ("tp", "ep", "etp")
 INDEX = re.compile(r"\{(\w+)\}")
 
 
@@ -31,7 +32,7 @@ class Row:
     merge: tuple[tuple[str, ...], ...]
     take: tuple[str, str, str] | None
     layout: str
-    split: dict[str, str]
+    split: dict[Axis, str]
     stack: str | None
 
 
@@ -134,7 +135,23 @@ def _part(path: str, value: object, prefixes: tuple[str, ...]) -> Part:
         if row.to in seen:
             raise SpecError(f"{path}.tensors[{i}].to: {row.to!r} is already made by tensors[{seen[row.to]}]")
         seen[row.to] = i
+    _whole(path, rows)
     return Part(ranges=ranges, rows=rows)
+
+
+def _whole(path: str, rows: tuple[Row, ...]) -> None:
+    """Rows that read the same source must together take all of it, once."""
+    bounds: dict[str, list[tuple[str, str]]] = {}
+    whole: dict[str, tuple[str, str]] = {}
+    for row in rows:
+        for j, source in enumerate(row.sources):
+            axis = row.take[0] if row.take else row.axes[0]
+            whole[source] = ("0", row.sizes[j][row.axes.index(axis)])
+            bounds.setdefault(source, []).append(row.take[1:] if row.take else whole[source])
+    for source, takes in bounds.items():
+        ends = ["0", *(high for _, high in takes)]
+        if [low for low, _ in takes] != ends[:-1] or ends[-1] != whole[source][1]:
+            raise SpecError(f"{path}: rows take {takes} of {source!r}, expected all of 0..{whole[source][1]}, in order")
 
 
 def _row(path: str, value: object, ranges: Mapping[str, object], prefixes: tuple[str, ...]) -> Row:

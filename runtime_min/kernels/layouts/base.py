@@ -55,6 +55,13 @@ class Int4Groups:
             return parts[0]
         return Int4Groups(torch.cat([p.words for p in parts]), torch.cat([p.scales for p in parts]))
 
+    @staticmethod
+    def join(parts: Sequence[Int4Groups]) -> Int4Groups:
+        """Inputs of all parts side by side."""
+        if len(parts) == 1:
+            return parts[0]
+        return Int4Groups(torch.cat([p.words for p in parts], 1), torch.cat([p.scales for p in parts], 1))
+
 
 class Layout(Protocol):
     """How one two-dimensional weight lies in memory.

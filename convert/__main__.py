@@ -1,0 +1,5 @@
+"""`python -m convert` is `kiln`."""
+
+from convert.cli import main
+
+main()

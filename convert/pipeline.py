@@ -1,0 +1,167 @@
+"""convert(plan, source, out): the whole run on one screen."""
+
+import logging
+import os
+import platform
+import resource
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from convert.readers.source import LICENCE_GLOBS, TOKENIZER_FILES, Source
+from convert.repack.assemble import steps
+from convert.repack.clock import Clock
+from convert.repack.engine import Engine
+from convert.report import Report, peak_memory
+from convert.shard.journal import FOLDER, Journal
+from convert.shard.plan import Job, Plan
+from convert.shard.seal import seal
+from convert.shard.writer import write_file
+from specs import manifest
+from specs.errors import PlanError
+from specs.storage import nbytes
+
+log = logging.getLogger(__name__)
+SLACK_DISK = 64 << 20
+PROVENANCE = "provenance.json"
+
+
+def convert(
+    plan: Plan, source: Source, out: Path, workers: int, progress: Callable[[int], None] = lambda n: None, command: str = ""
+) -> Report:
+    """Writes the artifact of `plan` to `out`, or goes on with an unfinished one; the manifest comes last.
+
+    Raises an InputError for whatever is wrong with source or output. Nothing unfinished then carries a final name,
+    and finished parts stay for the next run.
+    """
+    begin, clock = time.perf_counter(), Clock()
+    if (finished := already_there(plan, source, out)) is not None:
+        return finished
+    journal = Journal(out, f"{plan.digest}\n{source.state}\n")
+    try:
+        records = {j.number: r for j in plan.jobs if (r := journal.finished(j)) is not None}
+        todo = [j for j in plan.jobs if j.number not in records]
+        progress(sum(job_bytes(j) for j in plan.jobs if j.number in records))
+        check_room(todo, out, workers)
+        resumed = len(records)
+
+        def done(job: Job, record: dict[str, Any]) -> None:
+            journal.record(job, record)
+            records[job.number] = record
+
+        with one_thread_per_op():
+            Engine(out, workers, clock, done, progress).run((job, steps(job, plan, source, clock)) for job in todo)
+        with clock("seal"):
+            write_file(out / PROVENANCE, manifest.canonical(provenance(command, source)))
+            logical = seal(plan, source, out, records)
+        journal.remove()
+    finally:
+        journal.close()
+    zero = sum(r["zero_scales"] for r in records.values())
+    return Report(
+        out=out, seconds=time.perf_counter() - begin, bytes_read=sum(map(job_bytes, todo)), resumed_jobs=resumed,
+        bytes_written=sum(f.size for job in todo for f in job.files.values()), files=sum(len(j.files) for j in plan.jobs),
+        peak_bytes=peak_now(), wall=dict(clock.wall), core=dict(clock.core), logical=logical,
+        warnings=(f"{zero} scales are zero; their groups of 32 weights are zero too",) if zero else (),
+    )
+
+
+def already_there(plan: Plan, source: Source, out: Path) -> Report | None:
+    """A report if `out` is this very artifact; PlanError if it is occupied by anything else; None if it is free."""
+    if not out.exists() or (out / FOLDER).is_dir() or (out.is_dir() and not any(out.iterdir())):
+        if not (out / manifest.NAME).exists():
+            return None
+    if not (out / manifest.NAME).is_file():
+        raise PlanError(f"{out}: is not empty and not an unfinished conversion; choose another --out or empty it")
+    found = manifest.read(out)
+    if found["plan"] != plan.digest or manifest.read_json(out / PROVENANCE).get("source_state") != source.state:
+        raise PlanError(f"{out}: holds a finished artifact of another source, mesh or version; choose another --out or delete it")
+    shutil.rmtree(out / FOLDER, ignore_errors=True)
+    return Report(out=out, seconds=0.0, logical=found["logical"], already_there=True)
+
+
+def job_bytes(job: Job) -> int:
+    """Bytes that the steps of a job read from the source."""
+    total = 0
+    for work in (w for works in job.store.values() for w in works):
+        family = work.item.family
+        if work.form.stack:
+            experts = (work.stop - work.start) * (family.stack // work.form.stack)
+            total += experts * sum(n * k // 2 + n * k // 16 + 8 for n, k in family.shapes)
+        else:
+            total += sum(nbytes(s, family.row.dtype) for s in family.shapes)
+    return total
+
+
+def available_memory() -> int:
+    """Bytes that new processes may take, as the kernel estimates it."""
+    try:
+        with open("/proc/meminfo") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def check_room(jobs: list[Job], out: Path, workers: int) -> None:
+    """PlanError if memory or disk are short, with what is needed, what is there and what to do."""
+    problems = []
+    need, have = peak_memory(workers), available_memory()
+    if have < need:
+        largest = max((w.nbytes for j in jobs for ws in j.store.values() for w in ws), default=0)
+        problems.append(
+            f"memory: {workers} workers may need {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available (largest tensor "
+            f"{largest / 1e9:.2f} GB, streamed); use fewer --workers"
+        )
+    need, have = sum(f.size for j in jobs for f in j.files.values()) + SLACK_DISK, shutil.disk_usage(out).free
+    if have < need:
+        problems.append(
+            f"disk: {out} needs {need / 1e9:.2f} GB more, {have / 1e9:.2f} GB are free; free "
+            f"{(need - have) / 1e9:.2f} GB or choose another --out"
+        )
+    if problems:
+        raise PlanError(problems)
+
+
+@contextmanager
+def one_thread_per_op() -> Iterator[None]:
+    """Workers are the only parallelism: torch must not start threads of its own inside each of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def peak_now() -> int:
+    """Peak resident bytes of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def provenance(command: str, source: Source) -> dict[str, Any]:
+    """Who, when, where and with what. Outside every digest."""
+    packages = {p: version(p) for p in ("kiln", "torch", "safetensors", "numpy")}
+    return {
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": command, "host": platform.node(),
+        "python": platform.python_version(), "packages": packages, "source_path": str(source.path),
+        "source_state": source.state,
+    }
+
+
+def missing_side_files(folder: Path) -> list[str]:
+    """Warnings for a source without tokenizer or licence."""
+    warnings = []
+    if not any((folder / f).is_file() for f in TOKENIZER_FILES):
+        warnings.append(f"{folder}: no {' or '.join(TOKENIZER_FILES)}; the artifact runs on token ids only")
+    if not any(True for glob in LICENCE_GLOBS for _ in folder.glob(glob)):
+        warnings.append(f"{folder}: no LICENSE file; the artifact must not be published without one")
+    return warnings

@@ -1,0 +1,183 @@
+"""The steps of one job: read, check, cut, fuse, pack. A step is small, independent of the others, and thread-safe.
+
+Order inside a step is fixed: cut each source, then fuse, then pack. Fusing does not commute with cutting.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+
+import torch
+from torch import Tensor
+
+from convert.readers.source import Source
+from convert.repack.clock import Clock
+from convert.shard.plan import Job, Plan, Store, Work, ways
+from runtime_min.kernels.layouts import Int4Groups, layout
+from specs.errors import SourceError
+from specs.mesh import cut
+from specs.storage import ITEM_BYTES
+
+BLOCK_BYTES = 32 << 20
+MOVED_AS = {"BF16": torch.int16, "F32": torch.int32}
+FileKey = tuple[Store, int]
+
+
+@dataclass(slots=True)
+class Result:
+    """What one step made. chunks: bytes to append to files, in order. digests: sha256 of whole source tensors;
+    blocks: (name, bytes, is last) of source tensors that several steps read front to back."""
+
+    chunks: list[tuple[FileKey, Tensor]] = field(default_factory=list)
+    digests: dict[str, str] = field(default_factory=dict)
+    blocks: list[tuple[str, Tensor, bool]] = field(default_factory=list)
+    read: int = 0
+    zero_scales: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """nbytes: memory the step may hold until its chunks are written."""
+
+    nbytes: int
+    run: Callable[[], Result]
+
+
+def steps(job: Job, plan: Plan, source: Source, clock: Clock) -> Iterator[Step]:
+    """Every step of a job, so that appending their chunks in this order writes each file front to back."""
+    for kind, works in job.store.items():
+        for work in works:
+            make = _int4_steps if work.form.stack else _plain_steps
+            yield from make(work, kind, plan, source, clock)
+
+
+def _ranks(plan: Plan, kind: Store, work: Work, part: int, group: int | None = None) -> list[FileKey]:
+    """Files that hold part `part` of the cut axis (and expert group `group`)."""
+    if kind != "rank":
+        return [(kind, 0)]
+    mesh = plan.mesh
+    axis, n = ways(work.item.family, mesh)
+    return [
+        (kind, r) for r in range(mesh.world)
+        if (n == 1 or mesh.index(axis, r) == part) and (group is None or mesh.index("ep", r) == group)
+    ]
+
+
+def _int4_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clock) -> Iterator[Step]:
+    """One step per expert: all its fused sources, for every rank that holds a part of it."""
+    stack = work.form.stack
+    groups = work.item.family.stack // stack
+    nbytes = 3 * (work.form.nbytes // stack) * ways(work.item.family, plan.mesh)[1]
+    for index in range(work.start, work.stop):
+        for group in range(groups):
+            yield Step(nbytes, partial(_int4_step, work, kind, group, group * stack + index, plan, source, clock))
+
+
+def _int4_step(work: Work, kind: Store, group: int, expert: int, plan: Plan, source: Source, clock: Clock) -> Result:
+    family, result, parts = work.item.family, Result(), []
+    for j, stem in enumerate(work.item.sources[expert]):
+        parts.append(_read_int4(stem, family.stored(j), source, clock, result))
+    _, n = ways(family, plan.mesh)
+    chosen = layout(work.form.layout, work.form.parameters)
+    with clock("repack"):
+        for part in range(n):
+            mine = parts
+            if family.split_axis is not None and n > 1:
+                axis = family.split_axis
+                mine = [p.cut(axis, *cut(p.shape[axis], n, part)) for p in parts]
+            packed = chosen.pack(Int4Groups.fuse(mine))
+            result.chunks += [(key, packed) for key in _ranks(plan, kind, work, part, group)]
+    return result
+
+
+def _read_int4(stem: str, shape: tuple[int, ...], source: Source, clock: Clock, result: Result) -> Int4Groups:
+    """One expert matrix [N, K] with its values checked: shape label, and scales that are finite and not negative."""
+    n, k = shape
+    with clock("read"):
+        packed = source.rows(f"{stem}.weight_packed", 0, n)
+        scale = source.rows(f"{stem}.weight_scale", 0, n)
+        label = source.rows(f"{stem}.weight_shape", 0, 2)
+    result.read += packed.numel() + scale.numel() + label.numel()
+    with clock("hash"):
+        result.digests[f"{stem}.weight_packed"] = _sha256(packed)
+        result.digests[f"{stem}.weight_scale"] = _sha256(scale)
+    with clock("check"):
+        found = label.view(torch.int32 if label.numel() == 8 else torch.int64).tolist()
+        if found != [n, k]:
+            raise SourceError(f"{stem}.weight_shape: holds {found}, but weight_packed is {[n, k // 8]}, expected {[n, k]}")
+        bits = scale.view(torch.int16)
+        low, high = int(bits.min()), int(bits.max())
+        if low < 0 or high >= 0x7F80:
+            _bad_scale(f"{stem}.weight_scale", scale.view(torch.bfloat16).view(n, k // 32))
+        if low == 0:
+            result.zero_scales += int((bits == 0).sum())
+    return Int4Groups(packed.view(torch.int32).view(n, k // 8), scale.view(torch.bfloat16).view(n, k // 32))
+
+
+def _bad_scale(name: str, scale: Tensor) -> None:
+    bad = ~torch.isfinite(scale) | torch.signbit(scale)
+    row, group = (int(i) for i in bad.nonzero()[0])
+    raise SourceError(
+        f"{name}: {int(bad.sum())} scales are negative or not finite, the first is {scale[row, group].item()} at row "
+        f"{row}, group {group}; scales must be finite and not negative. Is the file damaged?"
+    )
+
+
+def _plain_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clock) -> Iterator[Step]:
+    """Blocks of leading rows of each source in turn; a cut leading axis goes rank by rank, so sources are read in order."""
+    family = work.item.family
+    _, n = ways(family, plan.mesh)
+    by_rank = family.split_axis == 0 and n > 1
+    for j, name in enumerate(work.item.sources[0]):
+        shape = family.shapes[j]
+        row_bytes = prod(shape[1:]) * ITEM_BYTES[family.row.dtype]
+        block = max(1, BLOCK_BYTES // max(1, row_bytes))
+        spans = [cut(shape[0], n, part) for part in range(n)] if by_rank else [(0, shape[0])]
+        for part, (start, stop) in enumerate(spans):
+            for low in range(start, stop, block):
+                high = min(stop, low + block)
+                only = part if by_rank else None
+                run = partial(_plain_step, work, kind, name, j, low, high, only, plan, source, clock)
+                yield Step(2 * (high - low) * row_bytes, run)
+
+
+def _plain_step(
+    work: Work, kind: Store, name: str, j: int, low: int, high: int, only: int | None, plan: Plan, source: Source, clock: Clock
+) -> Result:
+    """Leading rows low..high of one source, to the files that hold them."""
+    family, result = work.item.family, Result()
+    shape = family.shapes[j]
+    merged = family.stored(j)[0] // shape[0]
+    with clock("read"):
+        raw = source.rows(name, low * merged, high * merged)
+    result.read = raw.numel()
+    if family.take is None or family.take[1] == 0:
+        if high - low == shape[0]:
+            with clock("hash"):
+                result.digests[name] = _sha256(raw)
+        else:
+            result.blocks.append((name, raw, high == shape[0]))
+    with clock("repack"):
+        block = raw.view(MOVED_AS[family.row.dtype]).view(high - low, *shape[1:])
+        if family.take is not None:
+            axis, first, last = family.take
+            block = block.narrow(axis, first, last - first)
+        _, n = ways(family, plan.mesh)
+        for part in range(n) if only is None else (only,):
+            mine = block
+            if only is None and n > 1 and family.split_axis is not None:
+                mine = block.narrow(family.split_axis, *_narrow(block.shape[family.split_axis], n, part))
+            chunk = mine.contiguous()
+            result.chunks += [(key, chunk) for key in _ranks(plan, kind, work, part)]
+    return result
+
+
+def _narrow(size: int, parts: int, index: int) -> tuple[int, int]:
+    low, high = cut(size, parts, index)
+    return low, high - low
+
+
+def _sha256(data: Tensor) -> str:
+    return hashlib.sha256(memoryview(data.numpy())).hexdigest()

@@ -1,0 +1,26 @@
+"""Wall and core seconds by phase, summed over threads."""
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """`with clock("read"): ...` adds to the phase's wall time and to the thread's own core time."""
+
+    def __init__(self) -> None:
+        self.wall: dict[str, float] = defaultdict(float)
+        self.core: dict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        wall, core = time.perf_counter(), time.thread_time()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self.wall[phase] += time.perf_counter() - wall
+                self.core[phase] += time.thread_time() - core

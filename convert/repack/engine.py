@@ -1,0 +1,186 @@
+"""Runs steps on worker threads and appends their chunks in order; memory in flight never passes the budget.
+
+torch, hashlib and file I/O all release the interpreter lock, so threads overlap reading, repacking, hashing and writing.
+"""
+
+import hashlib
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from convert.repack.assemble import FileKey, Result, Step
+from convert.repack.clock import Clock
+from convert.report import PIECE_BYTES, PIECES
+from convert.shard.plan import Job
+from convert.shard.writer import StreamWriter
+
+SEALERS = 4
+Record = dict[str, Any]
+
+
+class Budget:
+    """Bytes that may be in flight. A step larger than the whole budget is let through alone."""
+
+    def __init__(self, total: int) -> None:
+        self.total, self.used = total, 0
+        self._changed = threading.Condition()
+
+    def take(self, n: int, wait: bool) -> bool:
+        with self._changed:
+            while self.used and self.used + n > self.total:
+                if not wait:
+                    return False
+                self._changed.wait()
+            self.used += n
+            return True
+
+    def give(self, n: int) -> None:
+        with self._changed:
+            self.used -= n
+            self._changed.notify_all()
+
+
+class Open:
+    """A job in progress: its writers, its source digests, and how many files are still to be sealed."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.writers: dict[FileKey, StreamWriter] = {}
+        self.sources: dict[str, str] = {}
+        self.rolling: dict[str, Any] = defaultdict(hashlib.sha256)
+        self.files: dict[str, Record] = {}
+        self.zero_scales = 0
+
+
+class Countdown:
+    """Calls `then` when it has been called `n` times, from any thread."""
+
+    def __init__(self, n: int, then: Callable[[], None]) -> None:
+        self.left, self.then = n, then
+        self._lock = threading.Lock()
+
+    def __call__(self) -> None:
+        with self._lock:
+            self.left -= 1
+            last = self.left == 0
+        if last:
+            self.then()
+
+
+class Engine:
+    """Steps in, files out. `run` returns when every job is sealed, or raises the first error after cleaning up.
+
+    Steppers read and repack; each file belongs to one lane, which hashes and writes it; sealers fsync and rename.
+    """
+
+    def __init__(
+        self, root: Path, workers: int, clock: Clock, done: Callable[[Job, Record], None], progress: Callable[[int], None]
+    ) -> None:
+        self.root, self.clock, self.done, self.progress = root, clock, done, progress
+        self.budget = Budget(PIECES * PIECE_BYTES * workers)
+        self.steppers = ThreadPoolExecutor(workers, "step")
+        self.lanes = [ThreadPoolExecutor(1, f"write-{i}") for i in range(workers)]
+        self.sealers = ThreadPoolExecutor(SEALERS, "seal")
+        self.pending: deque[tuple[Future[Result], Step, Open] | Open] = deque()
+        self.open: list[Open] = []
+        self.failure: BaseException | None = None
+
+    def run(self, jobs: Iterable[tuple[Job, Iterable[Step]]]) -> None:
+        try:
+            for job, steps in jobs:
+                self.open.append(state := Open(job))
+                for step in steps:
+                    self._make_room(step)
+                    self.pending.append((self.steppers.submit(step.run), step, state))
+                self.pending.append(state)
+            while self.pending:
+                self._collect()
+        except BaseException as e:
+            self.failure = self.failure or e
+        for item in self.pending:
+            if not isinstance(item, Open):
+                item[0].cancel()
+        self.steppers.shutdown()
+        for lane in self.lanes:
+            lane.shutdown()
+        self.sealers.shutdown()
+        if self.failure is not None:
+            for state in self.open:
+                for writer in state.writers.values():
+                    writer.discard()
+            raise self.failure
+
+    def _make_room(self, step: Step) -> None:
+        """Waits until the step's memory fits the budget, handing finished steps on meanwhile."""
+        while not self.budget.take(step.nbytes, wait=not self.pending):
+            self._collect()
+        while self.pending and (isinstance(self.pending[0], Open) or self.pending[0][0].done()):
+            self._collect()
+
+    def _collect(self) -> None:
+        """The oldest step's chunks to their lanes, or the end of a job to all of them."""
+        if self.failure is not None:
+            raise self.failure
+        item = self.pending.popleft()
+        if isinstance(item, Open):
+            barrier = Countdown(len(self.lanes), partial(self._seal_all, item))
+            for lane in self.lanes:
+                lane.submit(self._guard, barrier)
+            return
+        future, step, state = item
+        result = future.result()
+        state.sources.update(result.digests)
+        state.zero_scales += result.zero_scales
+        tasks = [(self._lane(key), partial(self._append, state, key, chunk)) for key, chunk in result.chunks]
+        tasks += [(len(name) % len(self.lanes), partial(self._roll, state, *block)) for block in result.blocks for name in block[:1]]
+        over = Countdown(len(tasks), partial(self._over, step, result.read))
+        for number, task in tasks:
+            self.lanes[number].submit(self._guard, task, over)
+
+    def _over(self, step: Step, read: int) -> None:
+        self.budget.give(step.nbytes)
+        self.progress(read)
+
+    def _lane(self, key: FileKey) -> int:
+        return (key[1] + (key[0] != "rank")) % len(self.lanes)
+
+    def _append(self, state: Open, key: FileKey, chunk: Tensor) -> None:
+        if key not in state.writers:
+            state.writers[key] = StreamWriter(self.root, state.job.files[key], self.clock)
+        state.writers[key].append(chunk)
+
+    def _roll(self, state: Open, name: str, data: Tensor, last: bool) -> None:
+        with self.clock("hash"):
+            state.rolling[name].update(memoryview(data.numpy()))
+        if last:
+            state.sources[name] = state.rolling.pop(name).hexdigest()
+
+    def _seal_all(self, state: Open) -> None:
+        """Every lane has passed this job: its files are complete and may get their names."""
+        finish = Countdown(len(state.writers), partial(self._finish, state))
+        for writer in state.writers.values():
+            self.sealers.submit(self._guard, partial(self._seal, state, writer, finish))
+
+    def _seal(self, state: Open, writer: StreamWriter, finish: Countdown) -> None:
+        state.files[writer.plan.path] = writer.seal()
+        finish()
+
+    def _finish(self, state: Open) -> None:
+        self.done(state.job, {"files": state.files, "sources": state.sources, "zero_scales": state.zero_scales})
+        state.writers.clear()
+
+    def _guard(self, task: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
+        """After a failure tasks do nothing but give their memory back."""
+        try:
+            if self.failure is None:
+                task()
+        except BaseException as e:
+            self.failure = self.failure or e
+        finally:
+            after()
