@@ -96,11 +96,11 @@ def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
     head and vision tower.
     """
     from convert.demo.checkpoint import write_demo
-    from convert.demo.geometry import TINY, k2_6
+    from convert.demo.geometry import TINY, k26
 
     if (geometry == "k2.6") != (layers is not None):
         raise click.UsageError("--layers goes with --geometry k2.6 and is needed there")
-    write_demo(out, TINY if layers is None else k2_6(layers), seed=seed)
+    write_demo(out, TINY if layers is None else k26(layers), seed=seed)
     click.echo(f"wrote {out}; next: kiln convert {shlex.quote(str(out))} --tp 8 --out {shlex.quote(str(out) + '-tp8')}")
 
 

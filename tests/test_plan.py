@@ -1,9 +1,9 @@
 """Plans of the real geometry: exact totals, cuts that tile every tensor, refusals with the legal values."""
 
 import json
-import resource
 import subprocess
 import sys
+import time
 from collections import defaultdict
 from pathlib import Path
 
@@ -125,14 +125,15 @@ def test_plan_of_the_full_checkpoint_needs_headers_only(header: Header, tmp_path
     folder = tmp_path / "a folder with spaces"
     write_sparse(folder, header, k26_config())
     assert sum(f.stat().st_size for f in folder.iterdir()) > 554 * 2**30
-    command = [sys.executable, "-m", "convert", "plan", str(folder), "--tp", "8", "--json"]
-    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_utime
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code = ("import sys; from convert.cli import main; main(sys.argv[1:], standalone_mode=False);"
+            "sys.stderr.write(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')))")
+    begin = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code, "plan", str(folder), "--tp", "8", "--json"], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - begin
     facts = json.loads(done.stdout)
     assert facts["source_bytes"] == SOURCE_BYTES and facts["source_tensors"] == 208_550
-    assert facts["rank_bytes"] == [73_998_893_056] * 8 or len(set(facts["rank_bytes"])) == 1
+    assert len(facts["rank_bytes"]) == 8 and len(set(facts["rank_bytes"])) == 1
     assert sum(facts["rank_bytes"]) + facts["common_bytes"] == SOURCE_BYTES - SHAPE_LABELS
     assert facts["legal"] == {"tp": [1, 2, 4, 8, 16, 32, 64], "ep": [1, 2, 4, 8]}
-    assert used.ru_maxrss * 1024 < 1_000_000_000
-    assert used.ru_utime - before < 30
+    assert int(done.stderr.split()[1]) * 1024 < 1_000_000_000
+    assert seconds < 60

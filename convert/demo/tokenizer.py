@@ -4,6 +4,7 @@ import re
 from base64 import b64encode
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from itertools import islice, pairwise
 from typing import Any
 
@@ -21,13 +22,14 @@ PLAIN = ("<think>", "</think>")
 WORDS = re.compile(r" ?[A-Za-z]+|[0-9]{1,3}| ?[^\sA-Za-z0-9]+|\s+")
 
 
-def ranks(count: int) -> list[bytes]:
+@cache
+def ranks(count: int) -> tuple[bytes, ...]:
     """`count` tokens by rank: the 256 bytes, then merges by frequency, then pairs and triples of bytes as filling."""
     tokens = [bytes([b]) for b in range(256)]
     tokens += islice(_merges(template("words.txt")), count - len(tokens))
     known = set(tokens)
     tokens += islice((t for t in _filling() if t not in known), count - len(tokens))
-    return tokens
+    return tuple(tokens)
 
 
 def _merges(text: str) -> Iterator[bytes]:

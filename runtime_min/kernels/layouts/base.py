@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -32,9 +32,11 @@ class Int4Groups:
     def __post_init__(self) -> None:
         n, words = self.words.shape
         if self.words.dtype != torch.int32 or self.scales.dtype != torch.bfloat16:
-            raise LayoutError(f"INT4 words and scales are int32 and bfloat16, found {self.words.dtype}, {self.scales.dtype}")
-        if words % WORDS_PER_GROUP or tuple(self.scales.shape) != (n, words // WORDS_PER_GROUP):
-            raise LayoutError(f"words {list(self.words.shape)} want scales {[n, words // WORDS_PER_GROUP]}, found {list(self.scales.shape)}")
+            found = f"{self.words.dtype}, {self.scales.dtype}"
+            raise LayoutError(f"INT4 words and scales are int32 and bfloat16, found {found}")
+        wanted = (n, words // WORDS_PER_GROUP)
+        if words % WORDS_PER_GROUP or tuple(self.scales.shape) != wanted:
+            raise LayoutError(f"words {[n, words]} want scales {list(wanted)}, found {list(self.scales.shape)}")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -79,4 +81,24 @@ class Layout(Protocol):
     @property
     def parameters(self) -> dict[str, int]:
         """What the manifest records beside the id."""
+        ...
+
+    def granule(self, axis: int) -> int:
+        """The smallest cut along an axis: cuts begin and end on multiples of it."""
+        ...
+
+    def storage(self, shape: Any) -> tuple[int, ...]:
+        """Shape of the stored tensor of a logical shape."""
+        ...
+
+    def pack(self, weight: Any) -> Tensor:
+        """Logical weight (Tensor or Int4Groups, as the layout says) -> stored tensor."""
+        ...
+
+    def unpack(self, stored: Tensor, shape: Any) -> Any:
+        """Stored tensor -> logical weight."""
+        ...
+
+    def narrow(self, stored: Tensor, shape: Any, axis: int, low: int, high: int) -> Tensor:
+        """Stored tensor of the cut low..high along axis, without unpacking."""
         ...

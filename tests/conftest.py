@@ -1,0 +1,39 @@
+"""Without a GPU Triton kernels run in its interpreter, which must be known before triton is imported."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+
+
+@pytest.fixture(autouse=True)
+def seeded() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The tiny demo checkpoint; tests copy it before they change it."""
+    from convert.demo.checkpoint import write_demo
+    from convert.demo.geometry import TINY
+
+    folder = tmp_path_factory.mktemp("demo") / "model"
+    write_demo(folder, TINY)
+    yield folder
