@@ -33,10 +33,11 @@ verify: install  ## check the artifact OUT, with AGAINST=MODEL bit for bit
 	$(BIN)/kiln verify "$(OUT)" $(if $(AGAINST),--against "$(AGAINST)")
 
 fmt: install
-	$(BIN)/ruff check --fix -q .
+	$(BIN)/ruff check --fix -q . ; $(BIN)/ruff format -q .
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check -q .
 
 type: install
 	$(BIN)/mypy

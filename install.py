@@ -19,7 +19,10 @@ INPUTS = ("pyproject.toml", "tests/constraints.txt", "install.py")
 
 
 def has_gpu() -> bool:
-    return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    return (
+        shutil.which("nvidia-smi") is not None
+        and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
+    )
 
 
 def reachable(url: str) -> bool:
@@ -38,8 +41,8 @@ def pip(*args: str) -> None:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
-        sys.exit(f"install: Python {sys.version.split()[0]} is too old, Kiln needs 3.11 or newer (make PYTHON=python3.12 ...)")
+    if sys.version_info < (3, 11):  # noqa: UP036 (runs before anything checks the version)
+        sys.exit(f"install: Python {sys.version.split()[0]} is too old; use 3.11 or newer (make PYTHON=python3.12 ...)")
     facts = "".join((ROOT / name).read_text() for name in INPUTS) + sys.version
     wanted = hashlib.sha256(facts.encode()).hexdigest()
     if STAMP.exists() and STAMP.read_text() == wanted:

@@ -1,6 +1,6 @@
 """GB/s of one core that packs and unpacks int4_tile.v1, over the bytes of words and scales.
 
-    python benchmarks/repack.py [seconds per measurement]
+python benchmarks/repack.py [seconds per measurement]
 """
 
 import sys

@@ -49,7 +49,19 @@ def copy(model: Path, out: Path) -> float:
 
 def convert(model: Path, out: Path, workers: int, mesh: list[str]) -> Row:
     """One conversion in a process of its own; its report, with wall seconds from outside."""
-    command = [sys.executable, "-m", "convert", "convert", str(model), "--out", str(out), "--workers", str(workers), "--json", *mesh]
+    command = [
+        sys.executable,
+        "-m",
+        "convert",
+        "convert",
+        str(model),
+        "--out",
+        str(out),
+        "--workers",
+        str(workers),
+        "--json",
+        *mesh,
+    ]
     begin = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     report: Row = json.loads(done.stdout)
@@ -60,7 +72,9 @@ def prove(model: Path, out: Path) -> None:
     command = [sys.executable, "-m", "convert", "verify", str(out), "--against", str(model), "--json"]
     verdict = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
     if not verdict["ok"]:
-        raise click.ClickException(f"the artifact differs from its source, so no speed is printed: {verdict['problems'][:3]}")
+        raise click.ClickException(
+            f"the artifact differs from its source, so no speed is printed: {verdict['problems'][:3]}"
+        )
 
 
 def rounds(model: Path, scratch: Path, workers: int, mesh: list[str], count: int, cold: bool) -> Iterator[Row]:
@@ -87,10 +101,16 @@ def summary(rows: list[Row], size: int) -> Row:
     seconds = statistics.median(r["seconds"] for r in reports)
     gigabytes = size / 1e9
     out: Row = {
-        "cold": rows[0]["cold"], "workers": rows[0]["workers"], "mesh": rows[0]["mesh"], "rounds": len(rows),
-        "convert_seconds": seconds, "convert_gb_s": gigabytes / seconds,
+        "cold": rows[0]["cold"],
+        "workers": rows[0]["workers"],
+        "mesh": rows[0]["mesh"],
+        "rounds": len(rows),
+        "convert_seconds": seconds,
+        "convert_gb_s": gigabytes / seconds,
         "peak_memory_bytes": max(r["peak_memory_bytes"] for r in reports),
-        "core_seconds_per_gb": {p: statistics.median(r["core_seconds"].get(p, 0.0) for r in reports) / gigabytes for p in PHASES},
+        "core_seconds_per_gb": {
+            p: statistics.median(r["core_seconds"].get(p, 0.0) for r in reports) / gigabytes for p in PHASES
+        },
     }
     if "cp_seconds" in rows[0]:
         cp = statistics.median(r["cp_seconds"] for r in rows)
@@ -103,35 +123,63 @@ def text(groups: list[Row], facts: Row) -> str:
     rows = [head]
     for g in groups:
         cp = [f"{g['cp_gb_s']:.2f}", f"{g['speed_against_cp']:.2f}"] if "cp_gb_s" in g else ["-", "-"]
-        rows.append([
-            "cold" if g["cold"] else "warm", g["mesh"], str(g["workers"]), f"{g['convert_gb_s']:.2f}", *cp,
-            f"{g['peak_memory_bytes'] / 1e9:.2f}", *(f"{g['core_seconds_per_gb'][p]:.2f}" for p in PHASES),
-        ])
+        rows.append(
+            [
+                "cold" if g["cold"] else "warm",
+                g["mesh"],
+                str(g["workers"]),
+                f"{g['convert_gb_s']:.2f}",
+                *cp,
+                f"{g['peak_memory_bytes'] / 1e9:.2f}",
+                *(f"{g['core_seconds_per_gb'][p]:.2f}" for p in PHASES),
+            ]
+        )
     lines = ["| " + " | ".join(r) + " |" for r in rows]
     lines.insert(1, "|" + "---|" * len(head))
-    return "\n".join([
-        f"# Convert throughput: {facts['cpu']}, {facts['cores']} cores", "",
-        f"{facts['date']}, Python {facts['python']}, torch {facts['torch']}. Source: {facts['source_gb']:.2f} GB, {facts['layers']} full-size layers "
-        "with embedding, head and vision tower, random words.",
-        f"Command: `{facts['command']}`. Medians of the rounds; every conversion kind was proven bit for bit before it was timed.",
-        "Phase columns are core seconds per GB of source, summed over threads.", "", *lines, "",
-    ])
+    return "\n".join(
+        [
+            f"# Convert throughput: {facts['cpu']}, {facts['cores']} cores",
+            "",
+            f"{facts['date']}, Python {facts['python']}, torch {facts['torch']}. Source: {facts['source_gb']:.2f} GB, "
+            f"{facts['layers']} full-size layers "
+            "with embedding, head and vision tower, random words.",
+            f"Command: `{facts['command']}`. Medians of the rounds; "
+            "every mesh was proven bit for bit before it was timed.",
+            "Phase columns are core seconds per GB of source, summed over threads.",
+            "",
+            *lines,
+            "",
+        ]
+    )
 
 
 def machine(model: Path, layers: int) -> Row:
     import torch
 
-    names = [line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    names = [
+        line.split(":")[1].strip()
+        for line in Path("/proc/cpuinfo").read_text().splitlines()
+        if line.startswith("model name")
+    ]
     return {
-        "cpu": names[0] if names else platform.processor(), "cores": len(os.sched_getaffinity(0)), "python": platform.python_version(),
-        "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "layers": layers,
+        "cpu": names[0] if names else platform.processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "date": time.strftime("%Y-%m-%d"),
+        "layers": layers,
         "command": "python -m convert.bench " + " ".join(sys.argv[1:]),
         "source_gb": sum(f.stat().st_size for f in model.glob("*.safetensors")) / 1e9,
     }
 
 
 @click.command()
-@click.option("--scratch", type=click.Path(path_type=Path), default=Path("build/bench"), help="Needs three times the source's size.")
+@click.option(
+    "--scratch",
+    type=click.Path(path_type=Path),
+    default=Path("build/bench"),
+    help="Needs three times the source's size.",
+)
 @click.option("--layers", default=2, help="Full-size layers; the first is dense.")
 @click.option("--count", default=3, help="Rounds of each kind.")
 @click.option("--workers", default="", help="Comma-separated worker counts; the last one also races cp.")
@@ -155,7 +203,9 @@ def main(scratch: Path, layers: int, count: int, workers: str, mesh: tuple[str, 
     first = mesh[0].split()
     for number in counts[:-1]:
         shutil.rmtree(out, ignore_errors=True)
-        rows: list[Row] = [{"cold": False, "workers": number, "mesh": mesh[0], "report": convert(model, out, number, first)}]
+        rows: list[Row] = [
+            {"cold": False, "workers": number, "mesh": mesh[0], "report": convert(model, out, number, first)}
+        ]
         groups.append(summary(rows, size))
         raw += rows
     for cold in (False, True):
@@ -168,7 +218,9 @@ def main(scratch: Path, layers: int, count: int, workers: str, mesh: tuple[str, 
     click.echo(shown)
     if result is not None:
         result.parent.mkdir(parents=True, exist_ok=True)
-        result.with_suffix(".json").write_text(json.dumps({"machine": facts, "groups": groups, "rounds": raw}, indent=1) + "\n")
+        result.with_suffix(".json").write_text(
+            json.dumps({"machine": facts, "groups": groups, "rounds": raw}, indent=1) + "\n"
+        )
         result.with_suffix(".md").write_text(shown)
 
 

@@ -35,7 +35,7 @@ class Kiln(click.Group):
 
 
 @click.group(cls=Kiln, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
-@click.version_option(package_name="kiln")
+@click.version_option(package_name="kiln", prog_name="kiln")
 def main() -> None:
     """Turn a Kimi K2.6 checkpoint into an artifact that a GPU node can serve from at once.
 
@@ -53,15 +53,27 @@ def workers_default() -> int:
 
 
 def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed([
-        click.option("--arch", default="sm90", help="GPU architecture to prepare for: " + ", ".join(archs()) + "."),
-        click.option("--world", type=int, default=None, help="Ranks (GPUs) in all.  [default: tp]", show_default=False),
-        click.option("--tp", type=int, default=8, help="Ranks that share one copy of the dense tensors."),
-        click.option("--ep", type=int, default=1, help="Groups that the routed experts are shared out to."),
-        click.option("--draft", multiple=True, help="A speculative draft to convert along."),
-        click.option("--workers", type=click.IntRange(1, 256), default=None, help="Worker threads.  [default: cores, at most 16]", show_default=False),
-        click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr."),
-    ]):
+    for option in reversed(
+        [
+            click.option("--arch", default="sm90", help="GPU architecture to prepare for: " + ", ".join(archs()) + "."),
+            click.option(
+                "--world", type=int, default=None, help="Ranks (GPUs) in all.  [default: tp]", show_default=False
+            ),
+            click.option("--tp", type=int, default=8, help="Ranks that share one copy of the dense tensors."),
+            click.option("--ep", type=int, default=1, help="Groups that the routed experts are shared out to."),
+            click.option("--draft", multiple=True, help="A speculative draft to convert along."),
+            click.option(
+                "--workers",
+                type=click.IntRange(1, 256),
+                default=None,
+                help="Worker threads.  [default: cores, at most 16]",
+                show_default=False,
+            ),
+            click.option(
+                "--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr."
+            ),
+        ]
+    ):
         command = option(command)
     return command
 
@@ -107,7 +119,16 @@ def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
 @main.command()
 @click.argument("model")
 @mesh_options
-def plan(model: str, arch: str, world: int | None, tp: int, ep: int, draft: tuple[str, ...], workers: int | None, as_json: bool) -> None:
+def plan(
+    model: str,
+    arch: str,
+    world: int | None,
+    tp: int,
+    ep: int,
+    draft: tuple[str, ...],
+    workers: int | None,
+    as_json: bool,
+) -> None:
     """Show what a conversion of MODEL would write, from its headers alone.
 
     MODEL is a checkpoint folder, an artifact folder, or a hub id like moonshotai/Kimi-K2.6@main.
@@ -126,11 +147,24 @@ def plan(model: str, arch: str, world: int | None, tp: int, ep: int, draft: tupl
 
 @main.command()
 @click.argument("model", required=False)
-@click.option("--out", type=click.Path(path_type=Path), default=None, help="Artifact folder.  [default: build/NAME/MESH]", show_default=False)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Artifact folder.  [default: build/NAME/MESH]",
+    show_default=False,
+)
 @mesh_options
 def convert(
-    model: str | None, out: Path | None, arch: str, world: int | None, tp: int, ep: int, draft: tuple[str, ...],
-    workers: int | None, as_json: bool,
+    model: str | None,
+    out: Path | None,
+    arch: str,
+    world: int | None,
+    tp: int,
+    ep: int,
+    draft: tuple[str, ...],
+    workers: int | None,
+    as_json: bool,
 ) -> None:
     """Convert MODEL into an artifact for one mesh of GPUs.
 
@@ -194,7 +228,10 @@ def make_plan(source: Any, mesh: Mesh, arch: str) -> Any:
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
 def inspect(artifact: Path, as_json: bool) -> None:
-    """Show what ARTIFACT is, from what, and for which mesh."""
+    """Show what ARTIFACT is: from which source, for which mesh, in which layouts, how large.
+
+    Reads the manifest alone; `kiln verify` tells whether the files still are what it says.
+    """
     from convert.pipeline import PROVENANCE
     from convert.tables import inspect_facts, inspect_text
     from specs import manifest
@@ -208,8 +245,16 @@ def inspect(artifact: Path, as_json: bool) -> None:
 @main.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.option("--quick", is_flag=True, help="Only sizes, headers and the manifest; seconds.")
-@click.option("--against", default=None, metavar="MODEL", help="Compare every element with this checkpoint or artifact.")
-@click.option("--workers", type=click.IntRange(1, 256), default=None, help="Worker threads.  [default: cores, at most 16]", show_default=False)
+@click.option(
+    "--against", default=None, metavar="MODEL", help="Compare every element with this checkpoint or artifact."
+)
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 256),
+    default=None,
+    help="Worker threads.  [default: cores, at most 16]",
+    show_default=False,
+)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr.")
 def verify(artifact: Path, quick: bool, against: str | None, workers: int | None, as_json: bool) -> None:
     """Check ARTIFACT: every file's sha256, and the logical digest by unpacking every tensor.
@@ -229,15 +274,24 @@ def verify(artifact: Path, quick: bool, against: str | None, workers: int | None
     total = 0 if quick else sum(f["size"] for f in sealed["files"]) + sealed["source"]["bytes"]
     with Progress("verify", total) as progress:
         verdict = run(artifact, "quick" if quick else "full", source, workers or workers_default(), progress)
-    facts = {"ok": verdict.ok, "mode": verdict.mode, "against": against, "logical_digest": verdict.logical,
-             "problems": list(verdict.problems), "warnings": list(verdict.warnings), "bytes_checked": verdict.bytes_checked}
+    facts = {
+        "ok": verdict.ok,
+        "mode": verdict.mode,
+        "against": against,
+        "logical_digest": verdict.logical,
+        "problems": list(verdict.problems),
+        "warnings": list(verdict.warnings),
+        "bytes_checked": verdict.bytes_checked,
+    }
     for line in verdict.warnings:
         click.echo(f"warning: {line}", err=True)
     if not verdict.ok:
         for line in InputError(verdict.problems).lines():
             click.echo(f"error: {line}", err=True)
     proof = f", every element equal to {against}" if against else ""
-    lines = [f"{artifact}: ok ({verdict.mode}{proof})" if verdict.ok else f"{artifact}: {len(verdict.problems)} problems"]
+    lines = [
+        f"{artifact}: ok ({verdict.mode}{proof})" if verdict.ok else f"{artifact}: {len(verdict.problems)} problems"
+    ]
     recorded = " (as recorded)" if quick or not verdict.ok else ""
     lines += [f"logical digest, {part}: {digest}{recorded}" for part, digest in verdict.logical.items()]
     emit(as_json, facts, "\n".join(lines))

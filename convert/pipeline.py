@@ -34,7 +34,12 @@ PROVENANCE = "provenance.json"
 
 
 def convert(
-    plan: Plan, source: Source, out: Path, workers: int, progress: Callable[[int], None] = lambda n: None, command: str = ""
+    plan: Plan,
+    source: Source,
+    out: Path,
+    workers: int,
+    progress: Callable[[int], None] = lambda n: None,
+    command: str = "",
 ) -> Report:
     """Writes the artifact of `plan` to `out`, or goes on with an unfinished one; the manifest comes last.
 
@@ -66,23 +71,31 @@ def convert(
         journal.close()
     zero = sum(r["zero_scales"] for r in records.values())
     return Report(
-        out=out, seconds=time.perf_counter() - begin, bytes_read=sum(map(job_bytes, todo)), resumed_jobs=resumed,
-        bytes_written=sum(f.size for job in todo for f in job.files.values()), files=sum(len(j.files) for j in plan.jobs),
-        peak_bytes=peak_now(), wall=dict(clock.wall), core=dict(clock.core), logical=logical,
+        out=out,
+        seconds=time.perf_counter() - begin,
+        bytes_read=sum(map(job_bytes, todo)),
+        resumed_jobs=resumed,
+        bytes_written=sum(f.size for job in todo for f in job.files.values()),
+        files=sum(len(j.files) for j in plan.jobs),
+        peak_bytes=peak_now(),
+        wall=dict(clock.wall),
+        core=dict(clock.core),
+        logical=logical,
         warnings=(f"{zero} scales are zero; their groups of 32 weights are zero too",) if zero else (),
     )
 
 
 def already_there(plan: Plan, source: Source, out: Path) -> Report | None:
     """A report if `out` is this very artifact; PlanError if it is occupied by anything else; None if it is free."""
-    if not out.exists() or (out / FOLDER).is_dir() or (out.is_dir() and not any(out.iterdir())):
-        if not (out / manifest.NAME).exists():
+    if not (out / manifest.NAME).exists():
+        if not out.exists() or (out / FOLDER).is_dir() or not any(out.iterdir()):
             return None
-    if not (out / manifest.NAME).is_file():
         raise PlanError(f"{out}: is not empty and not an unfinished conversion; choose another --out or empty it")
     found = manifest.read(out)
     if found["plan"] != plan.digest or manifest.read_json(out / PROVENANCE).get("source_state") != source.state:
-        raise PlanError(f"{out}: holds a finished artifact of another source, mesh or version; choose another --out or delete it")
+        raise PlanError(
+            f"{out}: holds a finished artifact of another source, mesh or version; choose another --out or delete it"
+        )
     shutil.rmtree(out / FOLDER, ignore_errors=True)
     return Report(out=out, seconds=0.0, logical=found["logical"], already_there=True)
 
@@ -117,8 +130,8 @@ def check_room(jobs: list[Job], out: Path, workers: int) -> None:
     if have < need:
         largest = max((w.nbytes for j in jobs for ws in j.store.values() for w in ws), default=0)
         problems.append(
-            f"memory: {workers} workers may need {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available (largest tensor "
-            f"{largest / 1e9:.2f} GB, streamed); use fewer --workers"
+            f"memory: {workers} workers may need {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available "
+            f"(largest tensor {largest / 1e9:.2f} GB, streamed); use fewer --workers"
         )
     need, have = sum(f.size for j in jobs for f in j.files.values()) + SLACK_DISK, shutil.disk_usage(out).free
     if have < need:
@@ -142,7 +155,7 @@ def one_thread_per_op() -> Iterator[None]:
 
 
 def peak_now() -> int:
-    """Peak resident bytes of this process so far; the kernel's own mark, which unlike getrusage forgets the parent's."""
+    """Peak resident bytes of this process. The kernel's own mark: getrusage would count the parent's before exec."""
     try:
         with open("/proc/self/status") as f:
             return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
@@ -155,8 +168,12 @@ def provenance(command: str, source: Source) -> dict[str, Any]:
     """Who, when, where and with what. Outside every digest."""
     packages = {p: version(p) for p in ("kiln", "torch", "safetensors", "numpy")}
     return {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()), "command": command, "host": platform.node(),
-        "python": platform.python_version(), "packages": packages, "source_path": str(source.path),
+        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "command": command,
+        "host": platform.node(),
+        "python": platform.python_version(),
+        "packages": packages,
+        "source_path": str(source.path),
         "source_state": source.state,
     }
 

@@ -17,7 +17,9 @@ class Progress:
         self.label, self.total, self.done = label, max(total, 1), 0
         self._lock = threading.Lock()
         self._begin = self._spoken = time.monotonic()
-        self._bar = tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr) if sys.stderr.isatty() else None
+        self._bar = (
+            tqdm(total=total, desc=label, unit="B", unit_scale=True, file=sys.stderr) if sys.stderr.isatty() else None
+        )
 
     def __call__(self, n: int) -> None:
         with self._lock:
@@ -33,12 +35,15 @@ class Progress:
         rate = self.done / max(seconds, 1e-9)
         left = max(0, self.total - self.done) / max(rate, 1e-9)
         sys.stderr.write(
-            f"{self.label}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, {left:.0f} s left\n"
+            f"{self.label}: {self.done / 1e9:.2f} of {self.total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s, "
+            f"{left:.0f} s left\n"
         )
 
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._bar is not None:
             self._bar.close()

@@ -12,19 +12,18 @@ from specs.mesh import spell
 
 def size(n: float) -> str:
     """Bytes as people read them, decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if n < 1000:
-            break
-        n /= 1000
-    else:
-        unit = "TB"
-    return f"{n:.0f} B" if unit == "B" else f"{n:.2f} {unit}"
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = min(len(str(int(n))) - 1, 12) // 3
+    return f"{n / 1000**power:.{2 if power else 0}f} {units[power]}"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:
     """Left column left, the others right-aligned; the first row is the head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))]) for row in rows]
+    lines = [
+        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
+        for row in rows
+    ]
     return "\n".join([lines[0], "  ".join("-" * w for w in widths), *lines[1:]])
 
 
@@ -50,13 +49,20 @@ def plan_facts(plan: Plan, workers: int, identity: dict[str, Any]) -> dict[str, 
     once = plan.data_bytes("common") + plan.data_bytes("vision")
     return {
         "source": {"repo": identity["repo"], "revision": identity["revision"]},
-        "source_bytes": plan.source_bytes, "source_tensors": len(plan.header),
-        "dropped_tensors": len(plan.expanded.dropped), "spec": plan.spec.name,
+        "source_bytes": plan.source_bytes,
+        "source_tensors": len(plan.header),
+        "dropped_tensors": len(plan.expanded.dropped),
+        "spec": plan.spec.name,
         "mesh": {"world": plan.mesh.world, "tp": plan.mesh.tp, "ep": plan.mesh.ep},
         "rank_bytes": [plan.data_bytes("rank", r) for r in range(plan.mesh.world)],
-        "common_bytes": once, "vision_bytes": plan.data_bytes("vision"), "disk_bytes": plan.disk_bytes,
-        "peak_memory_bytes": peak_memory(workers), "workers": workers, "files": len(files),
-        "largest_file_bytes": max(f.size for f in files), "families": families(plan),
+        "common_bytes": once,
+        "vision_bytes": plan.data_bytes("vision"),
+        "disk_bytes": plan.disk_bytes,
+        "peak_memory_bytes": peak_memory(workers),
+        "workers": workers,
+        "files": len(files),
+        "largest_file_bytes": max(f.size for f in files),
+        "families": families(plan),
         "legal": legal_values(plan.expanded, plan.mesh.world),
     }
 
@@ -70,29 +76,44 @@ def plan_text(plan: Plan, facts: dict[str, Any], free: int) -> str:
     sums = [sum(f[key] for f in facts["families"]) for key in ("rank_bytes", "stored_bytes", "tensors")]
     rows.append(["total", size(sums[0]), size(sums[1]), f"{sums[2]:,}", ""])
     copies = facts["common_bytes"] * (mesh.world - 1)
-    return "\n".join([
-        f"source   {facts['source']['repo'] or plan.spec.repo + ' (by its tensors)'}: {facts['source_tensors']:,} tensors, "
-        f"{size(facts['source_bytes'])}",
-        f"model    {t.layers} layers ({t.dense_layers} dense), {t.experts} experts top {t.top_k}, hidden {t.hidden}, "
-        f"vision {'yes' if plan.config.vision else 'no'}",
-        f"mesh     world {mesh.world}, tp {mesh.tp}, ep {mesh.ep} (experts cut {mesh.etp} ways)",
-        "", table(rows), "",
-        f"per rank {', '.join(sorted({size(b) for b in facts['rank_bytes']}))} of its own, {size(facts['common_bytes'])} shared; "
-        f"storing the shared part once saves {size(copies)}",
-        f"files    {facts['files']:,} parts, the largest {size(facts['largest_file_bytes'])}",
-        f"disk     {size(facts['disk_bytes'])} needed, {size(free)} free here",
-        f"memory   at most {size(facts['peak_memory_bytes'])} with {facts['workers']} workers",
-        f"legal    tp {spell(facts['legal']['tp'])}; ep with world {mesh.world}: {spell(facts['legal']['ep'])}",
-    ])
+    return "\n".join(
+        [
+            f"source   {facts['source']['repo'] or plan.spec.repo + ' (by its tensors)'}: "
+            f"{facts['source_tensors']:,} tensors, "
+            f"{size(facts['source_bytes'])}",
+            f"model    {t.layers} layers ({t.dense_layers} dense), {t.experts} experts top {t.top_k}, "
+            f"hidden {t.hidden}, "
+            f"vision {'yes' if plan.config.vision else 'no'}",
+            f"mesh     world {mesh.world}, tp {mesh.tp}, ep {mesh.ep} (experts cut {mesh.etp} ways)",
+            "",
+            table(rows),
+            "",
+            f"per rank {', '.join(sorted({size(b) for b in facts['rank_bytes']}))} of its own, "
+            f"{size(facts['common_bytes'])} shared; "
+            f"storing the shared part once saves {size(copies)}",
+            f"files    {facts['files']:,} parts, the largest {size(facts['largest_file_bytes'])}",
+            f"disk     {size(facts['disk_bytes'])} needed, {size(free)} free here",
+            f"memory   at most {size(facts['peak_memory_bytes'])} with {facts['workers']} workers",
+            f"legal    tp {spell(facts['legal']['tp'])}; ep with world {mesh.world}: {spell(facts['legal']['ep'])}",
+        ]
+    )
 
 
 def report_facts(report: Report, workers: int) -> dict[str, Any]:
     """`kiln convert --json`."""
     return {
-        "artifact": str(report.out), "already_there": report.already_there, "seconds": round(report.seconds, 3),
-        "bytes_read": report.bytes_read, "bytes_written": report.bytes_written, "files": report.files,
-        "resumed_jobs": report.resumed_jobs, "workers": workers, "peak_memory_bytes": report.peak_bytes,
-        "wall_seconds": _rounded(report.wall), "core_seconds": _rounded(report.core), "logical_digest": report.logical,
+        "artifact": str(report.out),
+        "already_there": report.already_there,
+        "seconds": round(report.seconds, 3),
+        "bytes_read": report.bytes_read,
+        "bytes_written": report.bytes_written,
+        "files": report.files,
+        "resumed_jobs": report.resumed_jobs,
+        "workers": workers,
+        "peak_memory_bytes": report.peak_bytes,
+        "wall_seconds": _rounded(report.wall),
+        "core_seconds": _rounded(report.core),
+        "logical_digest": report.logical,
         "warnings": list(report.warnings),
     }
 
@@ -107,14 +128,22 @@ def report_text(report: Report, workers: int) -> str:
     gigabytes = max(report.bytes_read / 1e9, 1e-9)
     rows = [["phase", "wall s", "core s", "core s/GB"]]
     for phase in sorted(report.core, key=lambda p: -report.wall[p]):
-        rows.append([phase, f"{report.wall[phase]:.2f}", f"{report.core[phase]:.2f}", f"{report.core[phase] / gigabytes:.2f}"])
+        rows.append(
+            [phase, f"{report.wall[phase]:.2f}", f"{report.core[phase]:.2f}", f"{report.core[phase] / gigabytes:.2f}"]
+        )
     resumed = f", {report.resumed_jobs} parts were there from an earlier run" if report.resumed_jobs else ""
-    return "\n".join([
-        f"wrote {report.out}: {size(report.bytes_written)} from {size(report.bytes_read)} in {report.seconds:.1f} s "
-        f"({report.bytes_read / 1e9 / report.seconds:.2f} GB/s, {workers} workers{resumed})",
-        f"peak memory {size(report.peak_bytes)}, bound {size(peak_memory(workers))}", "", table(rows), "",
-        *(f"logical digest, {part}: {digest}" for part, digest in report.logical.items()),
-    ])
+    return "\n".join(
+        [
+            f"wrote {report.out}: {size(report.bytes_written)} from {size(report.bytes_read)} "
+            f"in {report.seconds:.1f} s "
+            f"({report.bytes_read / 1e9 / report.seconds:.2f} GB/s, {workers} workers{resumed})",
+            f"peak memory {size(report.peak_bytes)}, bound {size(peak_memory(workers))}",
+            "",
+            table(rows),
+            "",
+            *(f"logical digest, {part}: {digest}" for part, digest in report.logical.items()),
+        ]
+    )
 
 
 def inspect_facts(path: Path, sealed: dict[str, Any], provenance: dict[str, Any]) -> dict[str, Any]:
@@ -127,21 +156,33 @@ def inspect_facts(path: Path, sealed: dict[str, Any], provenance: dict[str, Any]
     source = {k: sealed["source"][k] for k in ("repo", "revision", "tensors", "bytes")}
     keys = ("version", "model", "mesh", "layouts", "parts", "logical", "digest")
     return {
-        "artifact": str(path), **{k: sealed[k] for k in keys}, "source": source, "folders": dict(folders),
+        "artifact": str(path),
+        **{k: sealed[k] for k in keys},
+        "source": source,
+        "folders": dict(folders),
         "dropped": sealed["coverage"]["dropped"],
         "provenance": {k: provenance.get(k) for k in ("created", "command", "packages")},
     }
 
 
 def inspect_text(facts: dict[str, Any]) -> str:
-    rows = [["folder", "files", "bytes"], *([n, str(f["files"]), size(f["bytes"])] for n, f in sorted(facts["folders"].items()))]
+    rows = [
+        ["folder", "files", "bytes"],
+        *([n, str(f["files"]), size(f["bytes"])] for n, f in sorted(facts["folders"].items())),
+    ]
     mesh, source = facts["mesh"], facts["source"]
-    return "\n".join([
-        f"{facts['artifact']}: artifact format {facts['version']}, {facts['model']['family']} by spec {facts['model']['spec']}",
-        f"mesh     world {mesh['world']}, tp {mesh['tp']}, ep {mesh['ep']}",
-        f"source   {source['repo'] or 'a local folder'}{'@' + source['revision'] if source['revision'] else ''}: "
-        f"{source['tensors']:,} tensors, {size(source['bytes'])}; parts {', '.join(facts['parts'])}",
-        f"layouts  {', '.join(facts['layouts'])}",
-        *(f"logical  {part}: {digest}" for part, digest in facts["logical"].items()),
-        f"manifest {facts['digest']}", f"made     {facts['provenance']['created']}: {facts['provenance']['command']}", "", table(rows),
-    ])
+    return "\n".join(
+        [
+            f"{facts['artifact']}: artifact format {facts['version']}, "
+            f"{facts['model']['family']} by spec {facts['model']['spec']}",
+            f"mesh     world {mesh['world']}, tp {mesh['tp']}, ep {mesh['ep']}",
+            f"source   {source['repo'] or 'a local folder'}{'@' + source['revision'] if source['revision'] else ''}: "
+            f"{source['tensors']:,} tensors, {size(source['bytes'])}; parts {', '.join(facts['parts'])}",
+            f"layouts  {', '.join(facts['layouts'])}",
+            *(f"logical  {part}: {digest}" for part, digest in facts["logical"].items()),
+            f"manifest {facts['digest']}",
+            f"made     {facts['provenance']['created']}: {facts['provenance']['command']}",
+            "",
+            table(rows),
+        ]
+    )

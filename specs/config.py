@@ -11,31 +11,112 @@ TOP_TYPES = ("kimi_k25", "kimi_k2", "deepseek_v3")
 
 # Fields that must hold exactly this value (or be absent, which means the same).
 TEXT_FIXED: dict[str, Any] = {
-    "hidden_act": "silu", "scoring_func": "sigmoid", "topk_method": "noaux_tc", "n_group": 1, "topk_group": 1,
-    "norm_topk_prob": True, "attention_bias": False, "moe_layer_freq": 1, "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False, "rope_interleave": True,
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "attention_bias": False,
+    "moe_layer_freq": 1,
+    "num_nextn_predict_layers": 0,
+    "tie_word_embeddings": False,
+    "rope_interleave": True,
 }
 VISION_FIXED: dict[str, Any] = {
-    "merge_type": "sd2_tpool", "mm_projector_type": "patchmerger", "pos_emb_type": "divided_fixed",
-    "projector_hidden_act": "gelu", "video_attn_type": "spatial_temporal",
+    "merge_type": "sd2_tpool",
+    "mm_projector_type": "patchmerger",
+    "pos_emb_type": "divided_fixed",
+    "projector_hidden_act": "gelu",
+    "video_attn_type": "spatial_temporal",
 }
 QUANT_FIXED: dict[str, Any] = {
-    "num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": GROUP_SIZE, "dynamic": False,
+    "num_bits": 4,
+    "type": "int",
+    "symmetric": True,
+    "strategy": "group",
+    "group_size": GROUP_SIZE,
+    "dynamic": False,
     "actorder": None,
 }
 # Fields that change nothing in the tensors or the forward pass of this family.
 IGNORED = frozenset(
-    "_name_or_path _attn_implementation add_cross_attention architectures attention_dropout auto_map aux_loss_alpha "
-    "bad_words_ids begin_suppress_tokens chunk_size_feed_forward cross_attention_hidden_size decoder_start_token_id "
-    "diversity_penalty do_sample dtype torch_dtype early_stopping encoder_no_repeat_ngram_size ep_size "
-    "exponential_decay_length_penalty finetuning_task forced_bos_token_id forced_eos_token_id head_dim id2label "
-    "ignore_index initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length min_length "
-    "model_type no_repeat_ngram_size num_beam_groups num_beams num_return_sequences output_attentions "
-    "output_hidden_states output_scores prefix pretraining_tp problem_type pruned_heads quantization_config "
-    "remove_invalid_values repetition_penalty return_dict return_dict_in_generate sep_token_id seq_aux suppress_tokens "
-    "task_specific_params temperature tf_legacy_loss tie_encoder_decoder tokenizer_class top_k top_p torchscript "
-    "transformers_version typical_p use_bfloat16 use_cache use_unified_vision_chunk video_placeholder text_config "
-    "vision_config mm_hidden_size qk_head_dim video_token_id image_token_id vision_start_token_id".split()
+    [
+        "_name_or_path",
+        "_attn_implementation",
+        "add_cross_attention",
+        "architectures",
+        "attention_dropout",
+        "auto_map",
+        "aux_loss_alpha",
+        "bad_words_ids",
+        "begin_suppress_tokens",
+        "chunk_size_feed_forward",
+        "cross_attention_hidden_size",
+        "decoder_start_token_id",
+        "diversity_penalty",
+        "do_sample",
+        "dtype",
+        "torch_dtype",
+        "early_stopping",
+        "encoder_no_repeat_ngram_size",
+        "ep_size",
+        "exponential_decay_length_penalty",
+        "finetuning_task",
+        "forced_bos_token_id",
+        "forced_eos_token_id",
+        "head_dim",
+        "id2label",
+        "ignore_index",
+        "initializer_range",
+        "is_decoder",
+        "is_encoder_decoder",
+        "label2id",
+        "length_penalty",
+        "max_length",
+        "min_length",
+        "model_type",
+        "no_repeat_ngram_size",
+        "num_beam_groups",
+        "num_beams",
+        "num_return_sequences",
+        "output_attentions",
+        "output_hidden_states",
+        "output_scores",
+        "prefix",
+        "pretraining_tp",
+        "problem_type",
+        "pruned_heads",
+        "quantization_config",
+        "remove_invalid_values",
+        "repetition_penalty",
+        "return_dict",
+        "return_dict_in_generate",
+        "sep_token_id",
+        "seq_aux",
+        "suppress_tokens",
+        "task_specific_params",
+        "temperature",
+        "tf_legacy_loss",
+        "tie_encoder_decoder",
+        "tokenizer_class",
+        "top_k",
+        "top_p",
+        "torchscript",
+        "transformers_version",
+        "typical_p",
+        "use_bfloat16",
+        "use_cache",
+        "use_unified_vision_chunk",
+        "video_placeholder",
+        "text_config",
+        "vision_config",
+        "mm_hidden_size",
+        "qk_head_dim",
+        "video_token_id",
+        "image_token_id",
+        "vision_start_token_id",
+    ]
 )
 
 
@@ -86,7 +167,9 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     problems: list[str] = []
     top = Fields("config.json", raw, problems)
     if raw.get("model_type") not in TOP_TYPES:
-        raise ConfigError(f"config.json.model_type: found {raw.get('model_type')!r}, expected one of {', '.join(TOP_TYPES)}")
+        raise ConfigError(
+            f"config.json.model_type: found {raw.get('model_type')!r}, expected one of {', '.join(TOP_TYPES)}"
+        )
     text = top.object("text_config") if "text_config" in raw else top
     dims = _text(text)
     vision = _vision(top.object("vision_config"), dims.hidden) if raw.get("vision_config") else None
@@ -96,26 +179,42 @@ def read_config(raw: Mapping[str, Any]) -> ModelConfig:
     _quantization(text if "quantization_config" in text.values else top)
     if problems:
         raise ConfigError(problems)
-    return ModelConfig(family="kimi_k25", text=dims, vision=vision, ids=ids,
-                       warnings=tuple(dict.fromkeys(top.unknown() + (text.unknown() if text is not top else []))))
+    return ModelConfig(
+        family="kimi_k25",
+        text=dims,
+        vision=vision,
+        ids=ids,
+        warnings=tuple(dict.fromkeys(top.unknown() + (text.unknown() if text is not top else []))),
+    )
 
 
 def _text(f: Fields) -> TextDims:
     f.fixed(TEXT_FIXED)
     dims = TextDims(
-        hidden=f.number("hidden_size", int, low=1), layers=f.number("num_hidden_layers", int, low=1),
-        dense_layers=f.number("first_k_dense_replace", int), vocab=f.number("vocab_size", int, low=1),
-        heads=f.number("num_attention_heads", int, low=1), q_lora=f.number("q_lora_rank", int, low=1),
-        kv_lora=f.number("kv_lora_rank", int, low=1), qk_nope=f.number("qk_nope_head_dim", int, low=1),
-        qk_rope=f.number("qk_rope_head_dim", int, low=2), v_head=f.number("v_head_dim", int, low=1),
-        dense_ff=f.number("intermediate_size", int, low=1), experts=f.number("n_routed_experts", int, low=1),
-        top_k=f.number("num_experts_per_tok", int, low=1), moe_ff=f.number("moe_intermediate_size", int, low=1),
+        hidden=f.number("hidden_size", int, low=1),
+        layers=f.number("num_hidden_layers", int, low=1),
+        dense_layers=f.number("first_k_dense_replace", int),
+        vocab=f.number("vocab_size", int, low=1),
+        heads=f.number("num_attention_heads", int, low=1),
+        q_lora=f.number("q_lora_rank", int, low=1),
+        kv_lora=f.number("kv_lora_rank", int, low=1),
+        qk_nope=f.number("qk_nope_head_dim", int, low=1),
+        qk_rope=f.number("qk_rope_head_dim", int, low=2),
+        v_head=f.number("v_head_dim", int, low=1),
+        dense_ff=f.number("intermediate_size", int, low=1),
+        experts=f.number("n_routed_experts", int, low=1),
+        top_k=f.number("num_experts_per_tok", int, low=1),
+        moe_ff=f.number("moe_intermediate_size", int, low=1),
         shared_experts=f.number("n_shared_experts", int, low=1),
-        routed_scale=f.number("routed_scaling_factor", float), norm_eps=f.number("rms_norm_eps", float),
-        context=f.number("max_position_embeddings", int, low=1), rope=_rope(f),
+        routed_scale=f.number("routed_scaling_factor", float),
+        norm_eps=f.number("rms_norm_eps", float),
+        context=f.number("max_position_embeddings", int, low=1),
+        rope=_rope(f),
     )
     if f.get("num_key_value_heads", dims.heads) != dims.heads:
-        f.problems.append(f"{f.where}.num_key_value_heads: found {f.get('num_key_value_heads')}, MLA wants {dims.heads}")
+        f.problems.append(
+            f"{f.where}.num_key_value_heads: found {f.get('num_key_value_heads')}, MLA wants {dims.heads}"
+        )
     if dims.dense_layers > dims.layers:
         f.problems.append(f"{f.where}.first_k_dense_replace: {dims.dense_layers} is more than {dims.layers} layers")
     if dims.top_k > dims.experts:
@@ -146,8 +245,11 @@ def _rope(f: Fields) -> Yarn:
         f.problems.append(f"{f.where}.rope_theta: found {theta!r}, expected a positive number")
         theta = 1.0
     return Yarn(
-        theta=float(theta), factor=block.number("factor", float), beta_fast=block.number("beta_fast", float),
-        beta_slow=block.number("beta_slow", float), mscale=block.number("mscale", float),
+        theta=float(theta),
+        factor=block.number("factor", float),
+        beta_fast=block.number("beta_fast", float),
+        beta_slow=block.number("beta_slow", float),
+        mscale=block.number("mscale", float),
         mscale_all_dim=block.number("mscale_all_dim", float),
         original=block.number("original_max_position_embeddings", int, low=1),
     )
@@ -162,11 +264,17 @@ def _vision(f: Fields, hidden: int) -> VisionDims:
     if f.get("text_hidden_size", hidden) != hidden:
         f.problems.append(f"{f.where}.text_hidden_size: found {f.get('text_hidden_size')}, the text model has {hidden}")
     dims = VisionDims(
-        vit_hidden=f.number("vt_hidden_size", int, low=1), vit_ff=f.number("vt_intermediate_size", int, low=1),
-        vit_heads=f.number("vt_num_attention_heads", int, low=1), vit_layers=f.number("vt_num_hidden_layers", int, low=1),
-        patch=f.number("patch_size", int, low=1), pos_height=f.number("init_pos_emb_height", int, low=1),
-        pos_width=f.number("init_pos_emb_width", int, low=1), pos_time=f.number("init_pos_emb_time", int, low=1),
-        merge_height=merge[0], merge_width=merge[1], text_hidden=hidden,
+        vit_hidden=f.number("vt_hidden_size", int, low=1),
+        vit_ff=f.number("vt_intermediate_size", int, low=1),
+        vit_heads=f.number("vt_num_attention_heads", int, low=1),
+        vit_layers=f.number("vt_num_hidden_layers", int, low=1),
+        patch=f.number("patch_size", int, low=1),
+        pos_height=f.number("init_pos_emb_height", int, low=1),
+        pos_width=f.number("init_pos_emb_width", int, low=1),
+        pos_time=f.number("init_pos_emb_time", int, low=1),
+        merge_height=merge[0],
+        merge_width=merge[1],
+        text_hidden=hidden,
         projector_eps=f.number("projector_ln_eps", float),
     )
     if dims.vit_hidden % dims.vit_heads:
@@ -182,7 +290,9 @@ def _ids(top: Fields, text: Fields) -> TokenIds:
 
     eos = pick("eos_token_id")
     return TokenIds(
-        bos=pick("bos_token_id"), eos=tuple(eos) if isinstance(eos, list) else (eos,), pad=pick("pad_token_id"),
+        bos=pick("bos_token_id"),
+        eos=tuple(eos) if isinstance(eos, list) else (eos,),
+        pad=pick("pad_token_id"),
         media_placeholder=top.get("media_placeholder_token_id"),
     )
 

@@ -115,7 +115,9 @@ def _prefixes(spec: Spec, header: Collection[str]) -> dict[str, str]:
         if len(found) != 1:
             tried = ", ".join(spec.anchors[name].replace(f"{{{name}}}", p) for p in options)
             state = "none of" if not found else "more than one of"
-            raise HeaderError(f"checkpoint: found {state} {tried}; exactly one is expected. Is this a {spec.family} model?")
+            raise HeaderError(
+                f"checkpoint: found {state} {tried}; exactly one is expected. Is this a {spec.family} model?"
+            )
         chosen[name] = found[0]
     return chosen
 
@@ -181,10 +183,16 @@ def check_header(expanded: Expanded, header: Mapping[str, tuple[str, tuple[int, 
         if found is None:
             problems.append(f"{name}: missing, expected {'|'.join(want.dtypes)} {list(want.shape)}")
         elif found[0] not in want.dtypes or found[1] != want.shape:
-            problems.append(f"{name}: found {found[0]} {list(found[1])}, expected {'|'.join(want.dtypes)} {list(want.shape)}")
+            problems.append(
+                f"{name}: found {found[0]} {list(found[1])}, expected {'|'.join(want.dtypes)} {list(want.shape)}"
+            )
     for name in header:
         if name not in expanded.expected and name not in expanded.dropped:
-            hint = " (only symmetric INT4 without g_idx or zero points is supported)" if name.endswith(NEIGHBOURS) else ""
-            problems.append(f"{name}: unexpected {header[name][0]} {list(header[name][1])}, no row of the spec reads it{hint}")
+            hint = (
+                " (only symmetric INT4 without g_idx or zero points is supported)" if name.endswith(NEIGHBOURS) else ""
+            )
+            problems.append(
+                f"{name}: unexpected {header[name][0]} {list(header[name][1])}, no row of the spec reads it{hint}"
+            )
     if problems:
         raise HeaderError(problems)

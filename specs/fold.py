@@ -39,7 +39,10 @@ def unfold(folded: list[dict[str, Any]]) -> Iterator[tuple[str, Signature]]:
     for family in folded:
         axes = [[i for low, high in runs for i in range(low, high + 1)] for runs in family["index"]]
         for numbers in product(*axes):
-            yield family["pattern"].format(*numbers) if axes else family["pattern"], (family["dtype"], tuple(family["shape"]))
+            yield (
+                family["pattern"].format(*numbers) if axes else family["pattern"],
+                (family["dtype"], tuple(family["shape"])),
+            )
 
 
 def count(family: Mapping[str, Any]) -> int:

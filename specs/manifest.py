@@ -12,7 +12,14 @@ FORMAT = "kiln-artifact"
 VERSION = (1, 0)
 NAME = "manifest.json"
 NEEDED: dict[str, type] = {
-    "plan": str, "model": dict, "mesh": dict, "layouts": list, "source": dict, "logical": dict, "coverage": dict, "files": list,
+    "plan": str,
+    "model": dict,
+    "mesh": dict,
+    "layouts": list,
+    "source": dict,
+    "logical": dict,
+    "coverage": dict,
+    "files": list,
     "digest": str,
 }
 
@@ -57,7 +64,11 @@ def read(folder: Path) -> dict[str, Any]:
             f"{path}: format version {m.get('version')!r}, this kiln reads {VERSION[0]}.x; "
             "convert the source again or use the kiln that wrote it"
         )
-    problems = [f"{path}: {k}: found {type(m.get(k)).__name__}, expected {t.__name__}" for k, t in NEEDED.items() if not isinstance(m.get(k), t)]
+    problems = [
+        f"{path}: {k}: found {type(m.get(k)).__name__}, expected {t.__name__}"
+        for k, t in NEEDED.items()
+        if not isinstance(m.get(k), t)
+    ]
     if problems:
         raise ArtifactError(problems)
     body = {k: v for k, v in m.items() if k != "digest"}
@@ -69,7 +80,7 @@ def read(folder: Path) -> dict[str, Any]:
 def logical_digest(lines: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
     """sha256 over `name dtype shape sha256(bytes)` lines of source tensors, sorted by name.
 
-    name -> (dtype, shape, sha256); the same whatever the layout, mesh or file split. `weight_shape` labels are left out.
+    name -> (dtype, shape, sha256); the same whatever layout, mesh or file split. `weight_shape` labels are left out.
     """
     digest = hashlib.sha256()
     for name in sorted(lines):

@@ -116,8 +116,13 @@ def parse(name: str, text: str) -> Spec:
     drops = [Reader(f"{name}.drop[{i}]", d, ("pattern", "why")) for i, d in enumerate(r.optional("drop", list, []))]
     parts = {k: _part(f"{name}.parts.{k}", v, tuple(prefixes)) for k, v in r.need("parts", dict).items()}
     return Spec(
-        name=name, family=r.need("family", str), repo=source.need("repo", str), prefixes=prefixes, anchors=anchors,
-        drop=tuple(Drop(pattern=d.need("pattern", str), why=d.need("why", str)) for d in drops), parts=parts,
+        name=name,
+        family=r.need("family", str),
+        repo=source.need("repo", str),
+        prefixes=prefixes,
+        anchors=anchors,
+        drop=tuple(Drop(pattern=d.need("pattern", str), why=d.need("why", str)) for d in drops),
+        parts=parts,
         digest=hashlib.sha256(text.encode()).hexdigest(),
     )
 
@@ -183,9 +188,17 @@ def _row(path: str, value: object, ranges: Mapping[str, object], prefixes: tuple
     if len(set(split) - {"ep"}) > 1:
         raise SpecError(f"{path}.split: one axis besides the stacked one may be cut, found {split}")
     return Row(
-        to=to, sources=sources, format=form, dtype=_word(r, "dtype", "BF16", DTYPES), axes=axes, sizes=tuple(sizes),
-        merge=_merge(path, r.optional("merge", list, []), axes), take=_take(path, r.optional("take", dict, {}), axes),
-        layout=_word(r, "layout", "plain", LAYOUTS), split=split, stack=stack,
+        to=to,
+        sources=sources,
+        format=form,
+        dtype=_word(r, "dtype", "BF16", DTYPES),
+        axes=axes,
+        sizes=tuple(sizes),
+        merge=_merge(path, r.optional("merge", list, []), axes),
+        take=_take(path, r.optional("take", dict, {}), axes),
+        layout=_word(r, "layout", "plain", LAYOUTS),
+        split=split,
+        stack=stack,
     )
 
 

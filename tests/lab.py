@@ -59,5 +59,7 @@ def edit(folder: Path, tensor: str, change: Callable[[Tensors], object], reindex
     if reindex:
         index = folder / "model.safetensors.index.json"
         facts = json.loads(index.read_text())
-        facts["weight_map"] = {n: f for n, f in facts["weight_map"].items() if f != file.name} | dict.fromkeys(tensors, file.name)
+        facts["weight_map"] = {n: f for n, f in facts["weight_map"].items() if f != file.name} | dict.fromkeys(
+            tensors, file.name
+        )
         index.write_text(json.dumps(facts))

@@ -31,30 +31,45 @@ from specs.errors import PlanError
 # Names and shapes; {l} is any layer, {d} a dense one, {m} one of experts {e}, {b} a vision block.
 LAYER, ATTN, MLP, BLOCK = "model.layers.{l}", "model.layers.{l}.self_attn", "model.layers.{m}.mlp", "encoder.blocks.{b}"
 TEXT = [
-    ("model.embed_tokens.weight", (768, 256)), ("model.norm.weight", (256,)), ("lm_head.weight", (768, 256)),
-    (f"{LAYER}.input_layernorm.weight", (256,)), (f"{LAYER}.post_attention_layernorm.weight", (256,)),
-    (f"{ATTN}.q_a_proj.weight", (128, 256)), (f"{ATTN}.q_a_layernorm.weight", (128,)),
-    (f"{ATTN}.q_b_proj.weight", (512, 128)), (f"{ATTN}.kv_a_proj_with_mqa.weight", (96, 256)),
-    (f"{ATTN}.kv_a_layernorm.weight", (64,)), (f"{ATTN}.kv_b_proj.weight", (512, 64)),
+    ("model.embed_tokens.weight", (768, 256)),
+    ("model.norm.weight", (256,)),
+    ("lm_head.weight", (768, 256)),
+    (f"{LAYER}.input_layernorm.weight", (256,)),
+    (f"{LAYER}.post_attention_layernorm.weight", (256,)),
+    (f"{ATTN}.q_a_proj.weight", (128, 256)),
+    (f"{ATTN}.q_a_layernorm.weight", (128,)),
+    (f"{ATTN}.q_b_proj.weight", (512, 128)),
+    (f"{ATTN}.kv_a_proj_with_mqa.weight", (96, 256)),
+    (f"{ATTN}.kv_a_layernorm.weight", (64,)),
+    (f"{ATTN}.kv_b_proj.weight", (512, 64)),
     (f"{ATTN}.o_proj.weight", (256, 256)),
-    ("model.layers.{d}.mlp.gate_proj.weight", (512, 256)), ("model.layers.{d}.mlp.up_proj.weight", (512, 256)),
+    ("model.layers.{d}.mlp.gate_proj.weight", (512, 256)),
+    ("model.layers.{d}.mlp.up_proj.weight", (512, 256)),
     ("model.layers.{d}.mlp.down_proj.weight", (256, 512)),
-    (f"{MLP}.gate.weight", (16, 256)), (f"{MLP}.gate.e_score_correction_bias", (16,)),
+    (f"{MLP}.gate.weight", (16, 256)),
+    (f"{MLP}.gate.e_score_correction_bias", (16,)),
     *((f"{MLP}.shared_experts.{p}_proj.weight", (256, 256)) for p in ("gate", "up", "down")),
-    *((f"{MLP}.experts.{{e}}.{p}_proj.weight_{part}", shape) for p in ("gate", "up", "down")
-      for part, shape in (("packed", (256, 32)), ("scale", (256, 8)), ("shape", (2,)))),
+    *(
+        (f"{MLP}.experts.{{e}}.{p}_proj.weight_{part}", shape)
+        for p in ("gate", "up", "down")
+        for part, shape in (("packed", (256, 32)), ("scale", (256, 8)), ("shape", (2,)))
+    ),
 ]
 DTYPES = {"packed": "I32", "shape": "I32", "bias": "F32"}
 VISION = [
     *((f"mm_projector.pre_norm.{p}", (64,)) for p in ("weight", "bias")),
     *((f"mm_projector.proj.{i}.{p}", shape) for i in (0, 2) for p, shape in (("weight", (256, 256)), ("bias", (256,)))),
-    ("vision_tower.patch_embed.proj.weight", (64, 3, 14, 14)), ("vision_tower.patch_embed.proj.bias", (64,)),
+    ("vision_tower.patch_embed.proj.weight", (64, 3, 14, 14)),
+    ("vision_tower.patch_embed.proj.bias", (64,)),
     ("vision_tower.patch_embed.pos_emb.weight", (8, 8, 64)),
     *((f"vision_tower.{BLOCK}.norm{i}.{p}", (64,)) for i in (0, 1) for p in ("weight", "bias")),
-    *((f"vision_tower.{BLOCK}.{m}.{p}", shape) for m, full in
-      (("wqkv", (192, 64)), ("wo", (64, 64)), ("mlp.fc0", (128, 64)), ("mlp.fc1", (64, 128)))
-      for p, shape in (("weight", full), ("bias", full[:1]))),
-    ("vision_tower.encoder.final_layernorm.weight", (64,)), ("vision_tower.encoder.final_layernorm.bias", (64,)),
+    *(
+        (f"vision_tower.{BLOCK}.{m}.{p}", shape)
+        for m, full in (("wqkv", (192, 64)), ("wo", (64, 64)), ("mlp.fc0", (128, 64)), ("mlp.fc1", (64, 128)))
+        for p, shape in (("weight", full), ("bias", full[:1]))
+    ),
+    ("vision_tower.encoder.final_layernorm.weight", (64,)),
+    ("vision_tower.encoder.final_layernorm.bias", (64,)),
 ]
 RANGES = {"{l}": range(3), "{d}": range(1), "{m}": range(1, 3), "{e}": range(16), "{b}": range(2)}
 LOOK = ("look ", "", "and")
@@ -63,8 +78,12 @@ SYSTEM_TURNS: list[dict[str, Any]] = [
     {"role": "user", "content": "U1"},
     {"role": "assistant", "content": "A1", "reasoning_content": "R1"},
     {"role": "user", "content": [{"type": "text", "text": t} if t else {"type": "image"} for t in LOOK]},
-    {"role": "assistant", "content": "", "reasoning_content": "R2",
-     "tool_calls": [{"id": "functions.f:0", "function": {"name": "f", "arguments": '{"a":1}'}}]},
+    {
+        "role": "assistant",
+        "content": "",
+        "reasoning_content": "R2",
+        "tool_calls": [{"id": "functions.f:0", "function": {"name": "f", "arguments": '{"a":1}'}}],
+    },
     {"role": "tool", "name": "f", "tool_call_id": "functions.f:0", "content": "out"},
 ]
 START = "<|im_assistant|>assistant<|im_middle|><think>"
@@ -78,11 +97,18 @@ GOLDEN = (
 ) + START
 WORD = r"\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
 END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-SPLIT = "|".join([
-    r"[\p{Han}]+", rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{WORD}*[\p{{Ll}}{WORD}+{END}",
-    rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{WORD}+[\p{{Ll}}{WORD}*{END}",
-    r"\p{N}{1,3}", r" ?[^\s\p{L}\p{N}]+[\r\n]*", r"\s*[\r\n]+", r"\s+(?!\S)", r"\s+",
-])
+SPLIT = "|".join(
+    [
+        r"[\p{Han}]+",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{WORD}*[\p{{Ll}}{WORD}+{END}",
+        rf"[^\r\n\p{{L}}\p{{N}}]?[\p{{Lu}}\p{{Lt}}{WORD}+[\p{{Ll}}{WORD}*{END}",
+        r"\p{N}{1,3}",
+        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
+        r"\s*[\r\n]+",
+        r"\s+(?!\S)",
+        r"\s+",
+    ]
+)
 
 
 def expand(name: str) -> Iterator[str]:
@@ -168,7 +194,7 @@ def test_experts_dequantize_as_the_library_says(tiny: Path, tensors: dict[str, t
     modules = [name.removesuffix("_packed") for name in tensors if name.endswith(".weight_packed")]
     for module in modules:
         packed, scale, shape = (tensors[f"{module}_{part}"] for part in ("packed", "scale", "shape"))
-        nibbles = torch.stack([(packed >> (4 * i)) & 15 for i in range(8)], dim=-1).flatten(1)      # [O, I]
+        nibbles = torch.stack([(packed >> (4 * i)) & 15 for i in range(8)], dim=-1).flatten(1)  # [O, I]
         assert list(nibbles.shape) == shape.tolist() and shape.dtype == torch.int32
         formula = (nibbles - 8).float() * scale.float().repeat_interleave(32, dim=1)
         whole = {"weight_packed": packed, "weight_scale": scale, "weight_shape": shape}
@@ -183,7 +209,7 @@ def test_weights_are_finite_and_router_bias_matters(tensors: dict[str, torch.Ten
     assert all(bool(torch.isfinite(tensor.float()).all()) for tensor in tensors.values())
     at = "language_model.model.layers.1.mlp.gate"
     x = torch.randn(512, 256, generator=torch.Generator().manual_seed(0))
-    scores = (x @ tensors[f"{at}.weight"].float().T).sigmoid()      # [T, E]
+    scores = (x @ tensors[f"{at}.weight"].float().T).sigmoid()  # [T, E]
     plain = scores.topk(4).indices.sort().values
     biased = (scores + tensors[f"{at}.e_score_correction_bias"]).topk(4).indices.sort().values
     assert 0.1 < float((plain != biased).any(-1).float().mean()) < 0.9

@@ -30,10 +30,18 @@ def k26_plan(header: Header, **mesh: int) -> Plan:
     return plan(load("kimi_k2_6"), read_config(k26_config()), header, Mesh(**mesh))
 
 
-@pytest.mark.parametrize("mesh", [
-    {"world": 8, "tp": 8}, {"world": 8, "tp": 8, "ep": 8}, {"world": 8, "tp": 8, "ep": 2}, {"world": 16, "tp": 16, "ep": 4},
-    {"world": 1}, {"world": 64, "tp": 64, "ep": 64}, {"world": 32, "tp": 32},
-])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        {"world": 8, "tp": 8},
+        {"world": 8, "tp": 8, "ep": 8},
+        {"world": 8, "tp": 8, "ep": 2},
+        {"world": 16, "tp": 16, "ep": 4},
+        {"world": 1},
+        {"world": 64, "tp": 64, "ep": 64},
+        {"world": 32, "tp": 32},
+    ],
+)
 def test_every_byte_of_the_source_is_stored_once(header: Header, mesh: dict[str, int]) -> None:
     p = k26_plan(header, **mesh)
     stored = sum(p.data_bytes("rank", r) for r in range(p.mesh.world)) + p.data_bytes("common") + p.data_bytes("vision")
@@ -80,7 +88,9 @@ def test_tiles_shrink_with_the_local_width(header: Header) -> None:
     assert tiles[64] == {"gate_up": (64, 256), "down": (256, 32)}
 
 
-@pytest.mark.parametrize("mesh", [{"world": 8, "tp": 4, "ep": 2}, {"world": 6, "tp": 2, "ep": 6}, {"world": 8, "tp": 8, "ep": 8}])
+@pytest.mark.parametrize(
+    "mesh", [{"world": 8, "tp": 4, "ep": 2}, {"world": 6, "tp": 2, "ep": 6}, {"world": 8, "tp": 8, "ep": 8}]
+)
 def test_the_boxes_of_all_ranks_tile_every_tensor(header: Header, mesh: dict[str, int]) -> None:
     m = Mesh(**mesh)
     p = k26_plan(header, **mesh)
@@ -97,20 +107,25 @@ def test_the_boxes_of_all_ranks_tile_every_tensor(header: Header, mesh: dict[str
         assert len(held) == n * groups and len(set(held.values())) == 1
 
 
-@pytest.mark.parametrize(("mesh", "said"), [
-    ({"world": 3, "tp": 3}, "layers.{l}.attn.q_b: axis heads=64 over tp=3"),
-    ({"world": 3, "tp": 3}, "legal for this model: tp 1, 2, 4, 8, 16, 32, 64"),
-    ({"world": 5, "tp": 1, "ep": 5}, "layers.{m}.experts.gate_up: 384 e over ep=5 leaves 4 over"),
-    ({"world": 7, "tp": 1, "ep": 7}, "leaves 6 over"),
-    ({"world": 24, "tp": 8, "ep": 2}, "axis out=2048 over etp=12"),
-])
+@pytest.mark.parametrize(
+    ("mesh", "said"),
+    [
+        ({"world": 3, "tp": 3}, "layers.{l}.attn.q_b: axis heads=64 over tp=3"),
+        ({"world": 3, "tp": 3}, "legal for this model: tp 1, 2, 4, 8, 16, 32, 64"),
+        ({"world": 5, "tp": 1, "ep": 5}, "layers.{m}.experts.gate_up: 384 e over ep=5 leaves 4 over"),
+        ({"world": 7, "tp": 1, "ep": 7}, "leaves 6 over"),
+        ({"world": 24, "tp": 8, "ep": 2}, "axis out=2048 over etp=12"),
+    ],
+)
 def test_meshes_that_do_not_divide_the_model(header: Header, mesh: dict[str, int], said: str) -> None:
     with pytest.raises(CutError) as caught:
         k26_plan(header, **mesh)
     assert said in str(caught.value)
 
 
-@pytest.mark.parametrize("mesh", [{"world": 128, "tp": 128}, {"world": 8, "tp": 3}, {"world": 8, "ep": 5}, {"world": 0}])
+@pytest.mark.parametrize(
+    "mesh", [{"world": 128, "tp": 128}, {"world": 8, "tp": 3}, {"world": 8, "ep": 5}, {"world": 0}]
+)
 def test_meshes_that_are_none(mesh: dict[str, int]) -> None:
     with pytest.raises(CutError):
         Mesh(**mesh)
@@ -125,10 +140,17 @@ def test_plan_of_the_full_checkpoint_needs_headers_only(header: Header, tmp_path
     folder = tmp_path / "a folder with spaces"
     write_sparse(folder, header, k26_config())
     assert sum(f.stat().st_size for f in folder.iterdir()) > 554 * 2**30
-    code = ("import sys; from convert.cli import main; main(sys.argv[1:], standalone_mode=False);"
-            "sys.stderr.write(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')))")
+    code = (
+        "import sys; from convert.cli import main; main(sys.argv[1:], standalone_mode=False);"
+        "sys.stderr.write(next(l for l in open('/proc/self/status') if l.startswith('VmHWM')))"
+    )
     begin = time.monotonic()
-    done = subprocess.run([sys.executable, "-c", code, "plan", str(folder), "--tp", "8", "--json"], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, "plan", str(folder), "--tp", "8", "--json"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     seconds = time.monotonic() - begin
     facts = json.loads(done.stdout)
     assert facts["source_bytes"] == SOURCE_BYTES and facts["source_tensors"] == 208_550

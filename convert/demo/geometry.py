@@ -56,8 +56,11 @@ class Geometry:
         problems = [
             f"{name}: found {size}, expected a positive multiple of {step}"
             for name, size, step in (
-                ("hidden", self.hidden, GROUP), ("moe_ff", self.moe_ff, GROUP), ("ranks", self.ranks, 64),
-                ("layers", self.layers, 1), ("qk_rope", self.qk_rope, 2),
+                ("hidden", self.hidden, GROUP),
+                ("moe_ff", self.moe_ff, GROUP),
+                ("ranks", self.ranks, 64),
+                ("layers", self.layers, 1),
+                ("qk_rope", self.qk_rope, 2),
                 ("vit_hidden", self.vit_hidden, 4 * self.vit_heads),
             )
             if size < 1 or size % step
@@ -85,9 +88,28 @@ class Geometry:
 
 TINY = Geometry()
 K26 = Geometry(
-    hidden=7168, layers=61, dense_layers=1, heads=64, q_lora=1536, kv_lora=512, qk_nope=128, qk_rope=64, v_head=128,
-    dense_ff=18432, experts=384, top_k=8, moe_ff=2048, shared_experts=1, ranks=163584, vit_hidden=1152, vit_heads=16,
-    vit_layers=27, vit_ff=4304, pos_height=64, pos_width=64, weights="filler",
+    hidden=7168,
+    layers=61,
+    dense_layers=1,
+    heads=64,
+    q_lora=1536,
+    kv_lora=512,
+    qk_nope=128,
+    qk_rope=64,
+    v_head=128,
+    dense_ff=18432,
+    experts=384,
+    top_k=8,
+    moe_ff=2048,
+    shared_experts=1,
+    ranks=163584,
+    vit_hidden=1152,
+    vit_heads=16,
+    vit_layers=27,
+    vit_ff=4304,
+    pos_height=64,
+    pos_width=64,
+    weights="filler",
 )
 
 
@@ -106,7 +128,8 @@ def config(geometry: Geometry, dialect: Dialect = "k2.6") -> dict[str, Any]:
     whole: dict[str, Any] = json.loads(template("config.json"))
     text = whole["text_config"]
     ids = {
-        "bos_token_id": geometry.special(0), "pad_token_id": geometry.special(255),
+        "bos_token_id": geometry.special(0),
+        "pad_token_id": geometry.special(255),
         "eos_token_id": geometry.special(1 if dialect == "k2.5" else 2),
     }
     whole |= ids | {"media_placeholder_token_id": geometry.special(21)}
@@ -122,18 +145,36 @@ def config(geometry: Geometry, dialect: Dialect = "k2.6") -> dict[str, Any]:
 
 def _text_sizes(g: Geometry) -> dict[str, int]:
     return {
-        "hidden_size": g.hidden, "num_hidden_layers": g.layers, "first_k_dense_replace": g.dense_layers,
-        "num_attention_heads": g.heads, "num_key_value_heads": g.heads, "q_lora_rank": g.q_lora,
-        "kv_lora_rank": g.kv_lora, "qk_nope_head_dim": g.qk_nope, "qk_rope_head_dim": g.qk_rope, "v_head_dim": g.v_head,
-        "intermediate_size": g.dense_ff, "n_routed_experts": g.experts, "num_experts_per_tok": g.top_k,
-        "moe_intermediate_size": g.moe_ff, "n_shared_experts": g.shared_experts, "vocab_size": g.vocab,
+        "hidden_size": g.hidden,
+        "num_hidden_layers": g.layers,
+        "first_k_dense_replace": g.dense_layers,
+        "num_attention_heads": g.heads,
+        "num_key_value_heads": g.heads,
+        "q_lora_rank": g.q_lora,
+        "kv_lora_rank": g.kv_lora,
+        "qk_nope_head_dim": g.qk_nope,
+        "qk_rope_head_dim": g.qk_rope,
+        "v_head_dim": g.v_head,
+        "intermediate_size": g.dense_ff,
+        "n_routed_experts": g.experts,
+        "num_experts_per_tok": g.top_k,
+        "moe_intermediate_size": g.moe_ff,
+        "n_shared_experts": g.shared_experts,
+        "vocab_size": g.vocab,
     }
 
 
 def _vision_sizes(g: Geometry) -> dict[str, Any]:
     return {
-        "init_pos_emb_height": g.pos_height, "init_pos_emb_time": g.pos_time, "init_pos_emb_width": g.pos_width,
-        "merge_kernel_size": [g.merge_height, g.merge_width], "mm_hidden_size": g.vit_hidden, "patch_size": g.patch,
-        "text_hidden_size": g.hidden, "vt_hidden_size": g.vit_hidden, "vt_intermediate_size": g.vit_ff,
-        "vt_num_attention_heads": g.vit_heads, "vt_num_hidden_layers": g.vit_layers,
+        "init_pos_emb_height": g.pos_height,
+        "init_pos_emb_time": g.pos_time,
+        "init_pos_emb_width": g.pos_width,
+        "merge_kernel_size": [g.merge_height, g.merge_width],
+        "mm_hidden_size": g.vit_hidden,
+        "patch_size": g.patch,
+        "text_hidden_size": g.hidden,
+        "vt_hidden_size": g.vit_hidden,
+        "vt_intermediate_size": g.vit_ff,
+        "vt_num_attention_heads": g.vit_heads,
+        "vt_num_hidden_layers": g.vit_layers,
     }

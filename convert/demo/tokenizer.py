@@ -11,11 +11,29 @@ from typing import Any
 from convert.demo.geometry import SPECIALS, Geometry, template
 
 NAMED = {
-    0: "[BOS]", 1: "[EOS]", 2: "<|im_end|>", 3: "<|im_user|>", 4: "<|im_assistant|>", 6: "<|start_header_id|>",
-    7: "<|end_header_id|>", 9: "[EOT]", 10: "<|im_system|>", 11: "<|tool_calls_section_begin|>",
-    12: "<|tool_calls_section_end|>", 13: "<|tool_call_begin|>", 14: "<|tool_call_argument_begin|>",
-    15: "<|tool_call_end|>", 17: "<|im_middle|>", 18: "<|media_begin|>", 19: "<|media_content|>", 20: "<|media_end|>",
-    21: "<|media_pad|>", 22: "<think>", 23: "</think>", 254: "[UNK]", 255: "[PAD]",
+    0: "[BOS]",
+    1: "[EOS]",
+    2: "<|im_end|>",
+    3: "<|im_user|>",
+    4: "<|im_assistant|>",
+    6: "<|start_header_id|>",
+    7: "<|end_header_id|>",
+    9: "[EOT]",
+    10: "<|im_system|>",
+    11: "<|tool_calls_section_begin|>",
+    12: "<|tool_calls_section_end|>",
+    13: "<|tool_call_begin|>",
+    14: "<|tool_call_argument_begin|>",
+    15: "<|tool_call_end|>",
+    17: "<|im_middle|>",
+    18: "<|media_begin|>",
+    19: "<|media_content|>",
+    20: "<|media_end|>",
+    21: "<|media_pad|>",
+    22: "<think>",
+    23: "</think>",
+    254: "[UNK]",
+    255: "[PAD]",
 }
 PLAIN = ("<think>", "</think>")
 # A rough cut of English into words with their leading space; finer cuts at run time never lose a merge learnt here.
@@ -84,13 +102,23 @@ def tokenizer_config(geometry: Geometry, eos: int) -> dict[str, Any]:
     names = special_tokens(geometry)
     added = {
         str(i): {
-            "content": name, "lstrip": False, "normalized": False, "rstrip": False, "single_word": False,
+            "content": name,
+            "lstrip": False,
+            "normalized": False,
+            "rstrip": False,
+            "single_word": False,
             "special": name not in PLAIN,
         }
         for i, name in names.items()
     }
     return {
-        "added_tokens_decoder": added, "additional_special_tokens": [n for n in NAMED.values() if n.startswith("<|")],
-        "bos_token": "[BOS]", "clean_up_tokenization_spaces": False, "eos_token": names[eos],
-        "model_max_length": 262144, "pad_token": "[PAD]", "tokenizer_class": "TikTokenTokenizer", "unk_token": "[UNK]",
+        "added_tokens_decoder": added,
+        "additional_special_tokens": [n for n in NAMED.values() if n.startswith("<|")],
+        "bos_token": "[BOS]",
+        "clean_up_tokenization_spaces": False,
+        "eos_token": names[eos],
+        "model_max_length": 262144,
+        "pad_token": "[PAD]",
+        "tokenizer_class": "TikTokenTokenizer",
+        "unk_token": "[UNK]",
     }

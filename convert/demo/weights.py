@@ -45,7 +45,7 @@ def expert(spec: TensorSpec, seed: int, how: QuantizationScheme) -> dict[str, me
     module = spec.name.removesuffix(".weight_packed")
     drawn = stream(seed, module).standard_normal(spec.logical, dtype=np.float32)
     weight = torch.from_numpy(drawn * np.float32(spec.std))
-    groups = weight.view(spec.logical[0], -1, GROUP)        # [O, I/32, 32]
+    groups = weight.view(spec.logical[0], -1, GROUP)  # [O, I/32, 32]
     scale, _ = calculate_qparams(groups.amin(-1), groups.amax(-1), how.weights)
     packed = PackedQuantizationCompressor.compress({"weight": weight, "weight_scale": scale.to(torch.bfloat16)}, how)
     return {

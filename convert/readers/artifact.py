@@ -75,12 +75,12 @@ class ArtifactSource:
         self._files.close()
 
     def _expert(self, item: Item, e: int) -> list[Int4Groups]:
-        """All fused sources of one expert, unpacked from every rank that holds a part. The last one is kept per thread."""
+        """All fused sources of one expert, unpacked from every rank with a part; each thread keeps its last one."""
         if getattr(self._last, "key", None) == (item.name, e):
             kept: list[Int4Groups] = self._last.value
             return kept
         family, how = item.family, form(item.family, self.mesh)
-        axis, n = ways(family, self.mesh)
+        _, n = ways(family, self.mesh)
         fused = (sum(s[0] for s in how.shapes), how.shapes[0][1])
         slices: list[list[Int4Groups]] = [[] for _ in how.shapes]
         for part in range(n):
@@ -105,7 +105,9 @@ class ArtifactSource:
                     size = entry["shape"][1] * ITEM_BYTES["I32"]
                     raw = self._read(entry, rank, entry["offset"] + (e - first) * size, size)
                     parameters = {k: v for k, v in entry["layout"].items() if k != "id"}
-                    unpacked: Int4Groups = layout(entry["layout"]["id"], parameters).unpack(raw.view(torch.int32), shape)
+                    unpacked: Int4Groups = layout(entry["layout"]["id"], parameters).unpack(
+                        raw.view(torch.int32), shape
+                    )
                     return unpacked
         raise ArtifactError(f"{self.path}: {item.name}: no index.json names expert {e}, part {part} of {n}")
 
@@ -132,7 +134,11 @@ class ArtifactSource:
         base = sum(s[0] for s in how.shapes[:source])
         kind = store(family, self.mesh)
         for part in range(n):
-            rank = next(r for r in range(self.mesh.world) if n == 1 or self.mesh.index(axis, r) == part) if kind == "rank" else 0
+            rank = (
+                next(r for r in range(self.mesh.world) if n == 1 or self.mesh.index(axis, r) == part)
+                if kind == "rank"
+                else 0
+            )
             start, stop, place = low, high, target
             if n > 1 and family.split_axis == 0:
                 first, last = cut(family.shapes[source][0], n, part)

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, without a copy; bf16 has to be viewed as int16 or uint8 first."""
+    return tensor.numpy().data.cast("B")
+
+
 class Files:
     """Keeps files open; `read` fills a fresh uint8 tensor with exactly the bytes asked for."""
 
@@ -26,13 +31,15 @@ class Files:
         import torch
 
         out = torch.empty(size, dtype=torch.uint8)
-        view, done = memoryview(out.numpy()), 0
+        view, done = as_bytes(out), 0
         try:
             handle = self._open(path)
             while done < size:
                 got = os.preadv(handle, [view[done:]], start + done)
                 if not got:
-                    raise SourceError(f"{path}: {what}: the file ends at byte {start + done}; it changed while being read")
+                    raise SourceError(
+                        f"{path}: {what}: the file ends at byte {start + done}; it changed while being read"
+                    )
                 done += got
         except OSError as e:
             raise SourceError(f"{path}: {what}: reading failed at byte {start + done}: {e.strerror}") from e

@@ -21,5 +21,7 @@ def find(model: str, headers_only: bool = False) -> Source:
     named = hub.parse_id(model)
     if path.exists() or named is None or model.startswith(("/", ".")):
         state = "is a file" if path.exists() else "does not exist"
-        raise SourceError(f"{model}: {state}; MODEL is a checkpoint folder, an artifact folder or a hub id like owner/name@revision")
+        raise SourceError(
+            f"{model}: {state}; MODEL is a checkpoint folder, an artifact folder or a hub id like owner/name@revision"
+        )
     return hub.HubHeaders(*named) if headers_only else SafetensorsDir(hub.download(*named))

@@ -35,11 +35,15 @@ def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     except GatedRepoError as e:
         raise SourceError(f"{where}: gated; accept its terms on the hub and log in with `hf auth login`") from e
     except RepositoryNotFoundError as e:
-        raise SourceError(f"{where}: no such repository, or your token may not see it; check the name, `hf auth login`") from e
+        raise SourceError(
+            f"{where}: no such repository, or your token may not see it; check the name, `hf auth login`"
+        ) from e
     except RevisionNotFoundError as e:
         raise SourceError(f"{where}: the repository has no such revision") from e
     except (HfHubHTTPError, OSError) as e:
-        raise SourceError(f"{where}: the hub could not be read: {str(e).splitlines()[0]}; is that a folder you meant?") from e
+        raise SourceError(
+            f"{where}: the hub could not be read: {str(e).splitlines()[0]}; is that a folder you meant?"
+        ) from e
 
 
 def pin(repo: str, revision: str | None) -> str:

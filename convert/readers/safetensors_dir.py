@@ -91,7 +91,9 @@ def _tensors(folder: Path) -> dict[str, TensorInfo]:
                 where = f"maps it to {weight_map[tensor]}" if tensor in weight_map else "does not name it"
                 problems.append(f"{tensor}: is in {present[name]}, but {INDEX} {where}")
     if not problems:
-        problems += [f"{t}: {INDEX} maps it to {f}, which does not hold it" for t, f in weight_map.items() if t not in tensors]
+        problems += [
+            f"{t}: {INDEX} maps it to {f}, which does not hold it" for t, f in weight_map.items() if t not in tensors
+        ]
     if problems:
         raise SourceError(problems)
     return tensors

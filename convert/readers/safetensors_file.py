@@ -27,10 +27,14 @@ def read_header_and_metadata(path: Path) -> tuple[dict[str, TensorInfo], dict[st
             if len(head) < 8:
                 raise SourceError(f"{path}: {size} bytes, too short for a safetensors file; download it again")
             if head == POINTER[:8]:
-                raise SourceError(f"{path}: is a git-lfs pointer, not the file itself; run `git lfs pull` or download it again")
+                raise SourceError(
+                    f"{path}: is a git-lfs pointer, not the file itself; run `git lfs pull` or download it again"
+                )
             length = int.from_bytes(head, "little")
             if length > min(MAX_HEADER, size - 8):
-                raise SourceError(f"{path}: header of {length} bytes in a file of {size}; truncated or not a safetensors file")
+                raise SourceError(
+                    f"{path}: header of {length} bytes in a file of {size}; truncated or not a safetensors file"
+                )
             raw = f.read(length)
     except OSError as e:
         raise SourceError(f"{path}: cannot be read: {e.strerror or e}") from e
@@ -81,9 +85,15 @@ def _tiling(where: str, tensors: Mapping[str, TensorInfo], base: int, size: int)
     at = base
     for name, info in sorted(tensors.items(), key=lambda t: (t[1].start, t[1].stop)):
         if info.start != at:
-            kind = "overlaps the tensor before it" if info.start < at else f"leaves a hole of {info.start - at} bytes before it"
+            kind = (
+                "overlaps the tensor before it"
+                if info.start < at
+                else f"leaves a hole of {info.start - at} bytes before it"
+            )
             raise SourceError(f"{where}: {name}: starts at byte {info.start}, {kind}")
         at = info.stop
     if size != at:
-        state = f"truncated, {at - size} bytes are missing" if size < at else f"{size - at} bytes follow the last tensor"
+        state = (
+            f"truncated, {at - size} bytes are missing" if size < at else f"{size - at} bytes follow the last tensor"
+        )
         raise SourceError(f"{where}: {state} (file {size}, header says {at}); download it again")

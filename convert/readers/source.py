@@ -12,9 +12,17 @@ if TYPE_CHECKING:
 
 # Files of a checkpoint that an artifact carries along, byte for byte. Remote code (*.py) never is.
 SIDE_FILES = (
-    "config.json", "generation_config.json", "preprocessor_config.json", "processor_config.json",
-    "tokenizer_config.json", "tokenizer.json", "tiktoken.model", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "chat_template.json",
+    "config.json",
+    "generation_config.json",
+    "preprocessor_config.json",
+    "processor_config.json",
+    "tokenizer_config.json",
+    "tokenizer.json",
+    "tiktoken.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 LICENCE_GLOBS = ("LICENSE*", "LICENCE*", "NOTICE*", "THIRD_PARTY_NOTICES*")
 TOKENIZER_FILES = ("tiktoken.model", "tokenizer.json")

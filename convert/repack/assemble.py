@@ -12,6 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from convert.readers.files import as_bytes
 from convert.readers.source import Source
 from convert.repack.clock import Clock
 from convert.shard.plan import Job, Plan, Store, Work, ways
@@ -60,7 +61,8 @@ def _ranks(plan: Plan, kind: Store, work: Work, part: int, group: int | None = N
     mesh = plan.mesh
     axis, n = ways(work.item.family, mesh)
     return [
-        (kind, r) for r in range(mesh.world)
+        (kind, r)
+        for r in range(mesh.world)
         if (n == 1 or mesh.index(axis, r) == part) and (group is None or mesh.index("ep", r) == group)
     ]
 
@@ -106,7 +108,9 @@ def _read_int4(stem: str, shape: tuple[int, ...], source: Source, clock: Clock, 
     with clock("check"):
         found = label.view(torch.int32 if label.numel() == 8 else torch.int64).tolist()
         if found != [n, k]:
-            raise SourceError(f"{stem}.weight_shape: holds {found}, but weight_packed is {[n, k // 8]}, expected {[n, k]}")
+            raise SourceError(
+                f"{stem}.weight_shape: holds {found}, but weight_packed is {[n, k // 8]}, expected {[n, k]}"
+            )
         bits = scale.view(torch.int16)
         low, high = int(bits.min()), int(bits.max())
         if low < 0 or high >= 0x7F80:
@@ -126,7 +130,7 @@ def _bad_scale(name: str, scale: Tensor) -> None:
 
 
 def _plain_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clock) -> Iterator[Step]:
-    """Blocks of leading rows of each source in turn; a cut leading axis goes rank by rank, so sources are read in order."""
+    """Blocks of leading rows, source by source and, where the leading axis is cut, rank by rank: read in order."""
     family = work.item.family
     _, n = ways(family, plan.mesh)
     by_rank = family.split_axis == 0 and n > 1
@@ -144,7 +148,16 @@ def _plain_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clo
 
 
 def _plain_step(
-    work: Work, kind: Store, name: str, j: int, low: int, high: int, only: int | None, plan: Plan, source: Source, clock: Clock
+    work: Work,
+    kind: Store,
+    name: str,
+    j: int,
+    low: int,
+    high: int,
+    only: int | None,
+    plan: Plan,
+    source: Source,
+    clock: Clock,
 ) -> Result:
     """Leading rows low..high of one source, to the files that hold them."""
     family, result = work.item.family, Result()
@@ -180,4 +193,4 @@ def _narrow(size: int, parts: int, index: int) -> tuple[int, int]:
 
 
 def _sha256(data: Tensor) -> str:
-    return hashlib.sha256(memoryview(data.numpy())).hexdigest()
+    return hashlib.sha256(as_bytes(data)).hexdigest()

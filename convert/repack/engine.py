@@ -1,6 +1,6 @@
 """Runs steps on worker threads and appends their chunks in order; memory in flight never passes the budget.
 
-torch, hashlib and file I/O all release the interpreter lock, so threads overlap reading, repacking, hashing and writing.
+torch, hashlib and file I/O release the interpreter lock, so threads overlap reading, repacking, hashing and writing.
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
+from convert.readers.files import as_bytes
 from convert.repack.assemble import FileKey, Result, Step
 from convert.repack.clock import Clock
 from convert.report import PIECE_BYTES, PIECES
@@ -80,7 +81,12 @@ class Engine:
     """
 
     def __init__(
-        self, root: Path, workers: int, clock: Clock, done: Callable[[Job, Record], None], progress: Callable[[int], None]
+        self,
+        root: Path,
+        workers: int,
+        clock: Clock,
+        done: Callable[[Job, Record], None],
+        progress: Callable[[int], None],
     ) -> None:
         self.root, self.clock, self.done, self.progress = root, clock, done, progress
         self.budget = Budget(PIECES * PIECE_BYTES * workers)
@@ -138,7 +144,11 @@ class Engine:
         state.sources.update(result.digests)
         state.zero_scales += result.zero_scales
         tasks = [(self._lane(key), partial(self._append, state, key, chunk)) for key, chunk in result.chunks]
-        tasks += [(len(name) % len(self.lanes), partial(self._roll, state, *block)) for block in result.blocks for name in block[:1]]
+        tasks += [
+            (len(name) % len(self.lanes), partial(self._roll, state, *block))
+            for block in result.blocks
+            for name in block[:1]
+        ]
         over = Countdown(len(tasks), partial(self._over, step, result.read))
         for number, task in tasks:
             self.lanes[number].submit(self._guard, task, over)
@@ -157,7 +167,7 @@ class Engine:
 
     def _roll(self, state: Open, name: str, data: Tensor, last: bool) -> None:
         with self.clock("hash"):
-            state.rolling[name].update(memoryview(data.numpy()))
+            state.rolling[name].update(as_bytes(data))
         if last:
             state.sources[name] = state.rolling.pop(name).hexdigest()
 

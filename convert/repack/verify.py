@@ -1,9 +1,8 @@
 """Is this artifact what it says, and what it was made from?"""
 
 import hashlib
-import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -11,16 +10,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
 
 from convert.pipeline import PROVENANCE, one_thread_per_op
 from convert.readers.artifact import ArtifactSource, read_indices
+from convert.readers.files import as_bytes
 from convert.readers.safetensors_file import read_header_and_metadata
 from convert.readers.source import Source
 from convert.repack.assemble import BLOCK_BYTES
 from specs import manifest
 from specs.errors import ArtifactError, InputError
-from specs.expand import Item, tensor_names
+from specs.expand import tensor_names
 from specs.mesh import Mesh
 from specs.storage import nbytes
 
@@ -46,7 +45,10 @@ class Verdict:
 
 
 def verify(
-    path: Path, mode: Mode = "full", against: Source | None = None, workers: int = 1,
+    path: Path,
+    mode: Mode = "full",
+    against: Source | None = None,
+    workers: int = 1,
     progress: Callable[[int], None] = lambda n: None,
 ) -> Verdict:
     """Checks an artifact.
@@ -65,7 +67,13 @@ def verify(
         problems += damaged
         checked = sum(f["size"] for f in sealed["files"])
     if mode == "quick" or problems:
-        return Verdict(mode=mode, problems=tuple(problems), warnings=tuple(warnings), logical=sealed["logical"], bytes_checked=checked)
+        return Verdict(
+            mode=mode,
+            problems=tuple(problems),
+            warnings=tuple(warnings),
+            logical=sealed["logical"],
+            bytes_checked=checked,
+        )
     source = ArtifactSource(path)
     try:
         with one_thread_per_op():
@@ -75,8 +83,12 @@ def verify(
     problems += differences
     for part, digest in sealed["logical"].items():
         if logical.get(part) != digest:
-            problems.append(f"{path / manifest.NAME}: logical digest of {part} is {digest}, the tensors give {logical.get(part)}")
-    return Verdict(mode=mode, problems=tuple(problems), warnings=tuple(warnings), logical=logical, bytes_checked=checked)
+            problems.append(
+                f"{path / manifest.NAME}: logical digest of {part} is {digest}, the tensors give {logical.get(part)}"
+            )
+    return Verdict(
+        mode=mode, problems=tuple(problems), warnings=tuple(warnings), logical=logical, bytes_checked=checked
+    )
 
 
 def _sizes(path: Path, sealed: dict[str, Any]) -> list[str]:
@@ -95,7 +107,9 @@ def _sizes(path: Path, sealed: dict[str, Any]) -> list[str]:
 def _strangers(path: Path, sealed: dict[str, Any]) -> list[str]:
     known = {f["path"] for f in sealed["files"]} | {manifest.NAME, PROVENANCE, "README.md"}
     names = (p.relative_to(path) for p in sorted(path.rglob("*")) if p.is_file())
-    return [f"{path / n}: is not part of this artifact" for n in names if str(n) not in known and n.parts[0] not in ADDED]
+    return [
+        f"{path / n}: is not part of this artifact" for n in names if str(n) not in known and n.parts[0] not in ADDED
+    ]
 
 
 def _headers(path: Path, sealed: dict[str, Any]) -> list[str]:
@@ -124,7 +138,9 @@ def _headers(path: Path, sealed: dict[str, Any]) -> list[str]:
             entry, info = by_file[file][name], header[name]
             want = (entry["dtype"], tuple(entry["shape"]), entry["offset"])
             if (info.dtype, info.shape, info.start) != want:
-                problems.append(f"{file}: {name}: header says {(info.dtype, info.shape, info.start)}, index.json {want}")
+                problems.append(
+                    f"{file}: {name}: header says {(info.dtype, info.shape, info.start)}, index.json {want}"
+                )
     return problems
 
 
@@ -181,8 +197,10 @@ def _contents(
     """Logical digests by unpacking, and the differences from `against`."""
     problems: list[str] = []
     if against is not None:
-        problems = [f"{n}: is in {'the artifact' if n in source.header else 'the source'} only, or of another dtype or shape"
-                    for n in sorted({k for k, _ in set(source.header.items()) ^ set(against.header.items())})]
+        problems = [
+            f"{n}: is in {'the artifact' if n in source.header else 'the source'} only, or of another dtype or shape"
+            for n in sorted({k for k, _ in set(source.header.items()) ^ set(against.header.items())})
+        ]
     lines: dict[str, dict[str, tuple[str, tuple[int, ...], str]]] = defaultdict(dict)
     with ThreadPoolExecutor(workers) as pool:
         for digests, differences in pool.map(partial(_compare, source, against, progress), _bundles(source)):
@@ -215,7 +233,7 @@ def _compare(
         both = against is not None and against.header.get(name) == (dtype, shape)
         for low, high in _blocks(shape, dtype, source, name):
             mine = source.rows(name, low, high)
-            digest.update(memoryview(mine.numpy()))
+            digest.update(as_bytes(mine))
             if both and against is not None:
                 theirs = against.rows(name, low, high)
                 if not torch.equal(mine, theirs):
@@ -225,7 +243,9 @@ def _compare(
             progress(mine.numel())
         digests[name] = digest.hexdigest()
         if different:
-            problems.append(f"{name}: {different} bytes differ from the source, the first at byte {first} of {dtype} {list(shape)}")
+            problems.append(
+                f"{name}: {different} bytes differ from the source, the first at byte {first} of {dtype} {list(shape)}"
+            )
     return digests, problems
 
 

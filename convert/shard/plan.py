@@ -156,7 +156,9 @@ def plan(
         for i in range(max(map(len, parts.values()))):
             chosen = {s: p[i] for s, p in parts.items() if i < len(p)}
             jobs.append(_job(len(jobs), i, label, chosen, mesh))
-    return Plan(spec=spec, config=config, mesh=mesh, expanded=expanded, header=header, jobs=tuple(jobs), part_bytes=part_bytes)
+    return Plan(
+        spec=spec, config=config, mesh=mesh, expanded=expanded, header=header, jobs=tuple(jobs), part_bytes=part_bytes
+    )
 
 
 def store(family: Family, mesh: Mesh) -> Store:
@@ -192,7 +194,11 @@ def form(family: Family, mesh: Mesh) -> Form:
     n, k = fused
     stack = family.stack // (mesh.ep if "ep" in family.row.split else 1)
     return Form(
-        dtype="I32", shape=(stack, sum(int4_slot(n, k))), layout="int4_tile.v1", shapes=shapes, stack=stack,
+        dtype="I32",
+        shape=(stack, sum(int4_slot(n, k))),
+        layout="int4_tile.v1",
+        shapes=shapes,
+        stack=stack,
         parameters={"tile_n": largest_tile(n), "tile_k": largest_tile(k)},
     )
 
@@ -282,6 +288,10 @@ def _job(number: int, ordinal: int, label: str, chosen: dict[Store, tuple[Work, 
                 path = f"weights/rank-{rank:02d}/part-{number:02d}.safetensors"
                 files[kind, rank] = FilePlan(path=path, rank=rank, work=work, metadata={**base, "kiln.rank": str(rank)})
         else:
-            path = f"weights/common/part-{number:02d}.safetensors" if kind == "common" else f"vision/part-{ordinal:02d}.safetensors"
+            path = (
+                f"weights/common/part-{number:02d}.safetensors"
+                if kind == "common"
+                else f"vision/part-{ordinal:02d}.safetensors"
+            )
             files[kind, 0] = FilePlan(path=path, rank=None, work=work, metadata=base)
     return Job(number=number, label=label, store=chosen, files=files)

@@ -18,7 +18,9 @@ Records = dict[int, dict[str, Any]]
 
 def seal(plan: Plan, source: Source, out: Path, records: Records) -> dict[str, str]:
     """Writes everything beside the parts, the manifest last; the logical digests. Same plan and source: same bytes."""
-    files = {path: {"size": r["size"], "sha256": r["sha256"]} for rec in records.values() for path, r in rec["files"].items()}
+    files = {
+        path: {"size": r["size"], "sha256": r["sha256"]} for rec in records.values() for path, r in rec["files"].items()
+    }
     for path, data in [*_indices(plan, records), *((p.name, p.read_bytes()) for p in side_files(source.path))]:
         write_file(out / path, data)
         files[path] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -32,7 +34,10 @@ def seal(plan: Plan, source: Source, out: Path, records: Records) -> dict[str, s
         "parts": sorted({i.family.part for i in plan.expanded.items}),
         "source": {**source.identity.record(), "tensors": len(plan.header), "bytes": plan.source_bytes},
         "logical": logical,
-        "coverage": {"consumed": fold(consumed), "dropped": [{"name": n, "why": w} for n, w in sorted(plan.expanded.dropped.items())]},
+        "coverage": {
+            "consumed": fold(consumed),
+            "dropped": [{"name": n, "why": w} for n, w in sorted(plan.expanded.dropped.items())],
+        },
         "files": [{"path": path, **files[path]} for path in sorted(files)],
     }
     write_file(out / manifest.NAME, manifest.sealed(body))
@@ -62,7 +67,12 @@ def _indices(plan: Plan, records: Records) -> list[tuple[str, bytes]]:
             digests = records[job.number]["files"][file.path]["tensors"]
             folders[folder] += _entries(plan, file, name, digests)
     return [
-        (f"{folder}/{INDEX}", manifest.canonical({"version": FORMAT_VERSION, "mesh": str(plan.mesh), "rank": ranks[folder], "tensors": entries}))
+        (
+            f"{folder}/{INDEX}",
+            manifest.canonical(
+                {"version": FORMAT_VERSION, "mesh": str(plan.mesh), "rank": ranks[folder], "tensors": entries}
+            ),
+        )
         for folder, entries in sorted(folders.items())
     ]
 
@@ -70,21 +80,35 @@ def _indices(plan: Plan, records: Records) -> list[tuple[str, bytes]]:
 def _entries(plan: Plan, file: FilePlan, name: str, digests: dict[str, str]) -> list[dict[str, Any]]:
     entries, at = [], len(file.header)
     for work in file.work:
-        entries.append({
-            "name": work.item.name, "file": name, "offset": at, "dtype": work.form.dtype, "shape": list(work.shape),
-            "layout": {"id": work.form.layout, **work.form.parameters}, "logical": [list(s) for s in work.form.shapes],
-            **_place(plan, work, file.rank), "sha256": digests[work.item.name],
-        })
+        entries.append(
+            {
+                "name": work.item.name,
+                "file": name,
+                "offset": at,
+                "dtype": work.form.dtype,
+                "shape": list(work.shape),
+                "layout": {"id": work.form.layout, **work.form.parameters},
+                "logical": [list(s) for s in work.form.shapes],
+                **_place(plan, work, file.rank),
+                "sha256": digests[work.item.name],
+            }
+        )
         at += work.nbytes
     return entries
 
 
 def _place(plan: Plan, work: Work, rank: int | None) -> dict[str, Any]:
     """Which part of the whole tensor this is: the cut axis, and the experts in this file."""
-    family, place = work.item.family, {}
+    family = work.item.family
+    place: dict[str, Any] = {}
     axis, n = ways(family, plan.mesh)
     if rank is not None and n > 1 and family.split_axis is not None:
-        place["cut"] = {"axis": family.row.axes[family.split_axis], "over": axis, "index": plan.mesh.index(axis, rank), "of": n}
+        place["cut"] = {
+            "axis": family.row.axes[family.split_axis],
+            "over": axis,
+            "index": plan.mesh.index(axis, rank),
+            "of": n,
+        }
     if work.form.stack:
         groups = family.stack // work.form.stack
         first = cut(family.stack, groups, plan.mesh.index("ep", rank or 0) if groups > 1 else 0)[0]

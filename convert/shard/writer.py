@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from convert.readers.files import as_bytes
 from convert.repack.clock import Clock
 from convert.shard.plan import FilePlan
 from specs.errors import OutputError
@@ -28,8 +29,8 @@ def output_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise OutputError(
-            f"{path}: writing failed: {e.strerror or e}. Nothing unfinished keeps its final name; free some space or fix "
-            "the device, then run the same command again: it goes on after the last finished part"
+            f"{path}: writing failed: {e.strerror or e}. Nothing unfinished keeps its final name; "
+            "free some space or fix the device, then run the same command again: it goes on after the last finished part"
         ) from e
 
 
@@ -73,7 +74,7 @@ class StreamWriter:
 
     def append(self, chunk: Tensor) -> None:
         """The next bytes of the current tensor; a chunk never spans two."""
-        data = memoryview(chunk.numpy()).cast("B")
+        data = as_bytes(chunk)
         assert len(data) <= self._left, f"{self.plan.path}: {self._sizes[len(self.tensors)][0]} overruns its plan"
         self._put(data)
         with self.clock("hash"):
@@ -93,7 +94,9 @@ class StreamWriter:
 
     def seal(self) -> dict[str, object]:
         """Bytes to the device, then the final name; the record for the journal."""
-        assert len(self.tensors) == len(self._sizes), f"{self.plan.path}: only {len(self.tensors)} of {len(self._sizes)} tensors"
+        assert len(self.tensors) == len(self._sizes), (
+            f"{self.plan.path}: only {len(self.tensors)} of {len(self._sizes)} tensors"
+        )
         with self.clock("sync"), output_errors(self.path):
             os.fsync(self._handle)
             os.close(self._handle)

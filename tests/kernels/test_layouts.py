@@ -175,8 +175,8 @@ def test_off_granule_cuts_name_the_granule(form: Int4Tile) -> None:
     stored = form.pack(w)
     for axis in (0, 1):
         granule = form.granule(axis)
-        inside, outside = [(0, granule // 2), (1, granule), (granule, granule)], [(granule, 3 * granule), (-granule, granule)]
-        for low, high in inside + outside:
+        outside = [(granule, 3 * granule), (-granule, granule)]
+        for low, high in [(0, granule // 2), (1, granule), (granule, granule), *outside]:
             with pytest.raises(LayoutError, match=rf"granule {granule}\b"):
                 form.narrow(stored, w.shape, axis, low, high)
 
