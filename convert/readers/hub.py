@@ -27,20 +27,21 @@ def parse_id(text: str) -> tuple[str, str | None] | None:
 @contextmanager
 def hub_errors(repo: str, revision: str | None) -> Iterator[None]:
     """The hub's refusals in plain words: gated, missing, unreachable."""
-    from huggingface_hub.errors import GatedRepoError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
+    from huggingface_hub import errors
 
     where = repo + (f"@{revision}" if revision else "")
     try:
         yield
-    except GatedRepoError as e:
+    except errors.GatedRepoError as e:
         raise SourceError(f"{where}: gated; accept its terms on the hub and log in with `hf auth login`") from e
-    except RepositoryNotFoundError as e:
+    except errors.RepositoryNotFoundError as e:
         raise SourceError(
             f"{where}: no such repository, or your token may not see it; check the name, `hf auth login`"
         ) from e
-    except RevisionNotFoundError as e:
+    except errors.RevisionNotFoundError as e:
         raise SourceError(f"{where}: the repository has no such revision") from e
-    except (HfHubHTTPError, OSError) as e:
+    # The HTTP library behind the client changes its name between versions; its errors are found here under one.
+    except (errors.HTTPError, OSError) as e:  # type: ignore[attr-defined]
         raise SourceError(
             f"{where}: the hub could not be read: {str(e).splitlines()[0]}; is that a folder you meant?"
         ) from e

@@ -29,8 +29,8 @@ def output_errors(path: Path) -> Iterator[None]:
         yield
     except OSError as e:
         raise OutputError(
-            f"{path}: writing failed: {e.strerror or e}. Nothing unfinished keeps its final name; "
-            "free some space or fix the device, then run the same command again: it goes on after the last finished part"
+            f"{path}: writing failed: {e.strerror or e}. Nothing unfinished keeps its final "
+            "name; free some space or fix the device, then run the same command again: it goes on after the last finished part"
         ) from e
 
 

@@ -36,8 +36,9 @@ from torch import Tensor
 from runtime_min.kernels.layouts.base import Int4Groups, LayoutError
 from specs.storage import GROUP, TILES, int4_slot, largest_tile
 
-# Large enough that a numpy call (half a microsecond, the interpreter lock) costs little, small enough for the caches.
-CHUNK_BYTES = 512 << 10
+# Small enough for the caches, and large enough that threads rarely meet at the interpreter lock between numpy calls:
+# one thread is as fast with half of it, two are not.
+CHUNK_BYTES = 1 << 20
 # A group of 32 codes is four words; where a tile has fewer than four groups, its slots come from parts of a group.
 UNIT: dict[int, npt.DTypeLike] = {4: np.complex128, 2: np.uint64, 1: np.uint32}
 EXCHANGE = {4: np.uint32(0x0F0F0F0F), 8: np.uint32(0x00FF00FF)}
