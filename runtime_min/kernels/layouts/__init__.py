@@ -14,4 +14,7 @@ def layout(id: str, parameters: dict[str, int]) -> Layout:
     """The layout a manifest names."""
     if id not in LAYOUTS:
         raise LayoutError(f"unknown layout {id!r}; this version knows {', '.join(LAYOUTS)}")
-    return LAYOUTS[id](**parameters)
+    try:
+        return LAYOUTS[id](**parameters)
+    except TypeError as e:
+        raise LayoutError(f"layout {id!r} with parameters {parameters}: {e}") from e

@@ -9,12 +9,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from specs.errors import InputError
 from specs.storage import GROUP
 
 WORDS_PER_GROUP = GROUP // 8
 
 
-class LayoutError(ValueError):
+class LayoutError(InputError):
     """A weight, a cut or a stored tensor does not fit the layout."""
 
 

@@ -1,6 +1,6 @@
 """plain.v1: the tensor as it is, row-major. Any number of axes, any dtype."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 class Plain:
     """stored[i, j, ...] = logical[i, j, ...]."""
 
-    id: Literal["plain.v1"] = "plain.v1"
+    id: Literal["plain.v1"] = field(default="plain.v1", init=False)
 
     @property
     def parameters(self) -> dict[str, int]:
