@@ -56,8 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         return {"id": "someone/model", "sha": COMMIT, "siblings": [{"rfilename": n} for n in names]}
 
     def tree(self) -> list[dict[str, Any]]:
-        files = sorted(p for p in self.server.folder.iterdir())
-        return [{"type": "file", "path": p.name, "size": p.stat().st_size, "oid": self.etag(p.read_bytes())} for p in files]
+        files = [(p.name, p.read_bytes()) for p in sorted(self.server.folder.iterdir())]
+        return [{"type": "file", "path": name, "size": len(data), "oid": self.etag(data)} for name, data in files]
 
     def etag(self, data: bytes) -> str:
         return hashlib.sha256(data).hexdigest()

@@ -95,5 +95,8 @@ class HubHeaders:
     def rows(self, name: str, low: int, high: int) -> Tensor:
         raise SourceError(f"{name}: only headers were read from the hub; `kiln convert` downloads the checkpoint first")
 
+    def leading(self, name: str) -> int:
+        return 1
+
     def close(self) -> None:
         pass

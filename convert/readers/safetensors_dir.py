@@ -43,6 +43,9 @@ class SafetensorsDir:
         row = (t.stop - t.start) // max(1, t.shape[0]) if t.shape else t.stop - t.start
         return self._files.read(Path(t.file), t.start + low * row, (high - low) * row, name)
 
+    def leading(self, name: str) -> int:
+        return 1
+
     def close(self) -> None:
         self._files.close()
 

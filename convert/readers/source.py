@@ -78,6 +78,10 @@ class Source(Protocol):
         """Rows low..high of the tensor's first axis, as flat uint8 in the checkpoint's byte order."""
         ...
 
+    def leading(self, name: str) -> int:
+        """`rows` takes multiples of this many rows."""
+        ...
+
     def close(self) -> None: ...
 
 

@@ -19,21 +19,20 @@ from convert.shard.plan import Job, Plan, Store, Work, ways
 from runtime_min.kernels.layouts import Int4Groups, layout
 from specs.errors import SourceError
 from specs.mesh import cut
-from specs.storage import ITEM_BYTES
+from specs.storage import ITEM_BYTES, nbytes
 
 BLOCK_BYTES = 32 << 20
+DIGEST_BLOCK = 8 << 20
 MOVED_AS = {"BF16": torch.int16, "F32": torch.int32}
 FileKey = tuple[Store, int]
 
 
 @dataclass(slots=True)
 class Result:
-    """What one step made. chunks: bytes to append to files, in order. digests: sha256 of whole source tensors;
-    blocks: (name, bytes, is last) of source tensors that several steps read front to back."""
+    """What one step made. chunks: bytes to append to files, in order. digests: sha256 of whole source tensors."""
 
     chunks: list[tuple[FileKey, Tensor]] = field(default_factory=list)
     digests: dict[str, str] = field(default_factory=dict)
-    blocks: list[tuple[str, Tensor, bool]] = field(default_factory=list)
     read: int = 0
     zero_scales: int = 0
 
@@ -130,7 +129,7 @@ def _bad_scale(name: str, scale: Tensor) -> None:
 
 
 def _plain_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clock) -> Iterator[Step]:
-    """Blocks of leading rows, source by source and, where the leading axis is cut, rank by rank: read in order."""
+    """Blocks of leading rows of each source; where the leading axis is cut, the ranks' blocks take turns."""
     family = work.item.family
     _, n = ways(family, plan.mesh)
     by_rank = family.split_axis == 0 and n > 1
@@ -138,13 +137,31 @@ def _plain_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clo
         shape = family.shapes[j]
         row_bytes = prod(shape[1:]) * ITEM_BYTES[family.row.dtype]
         block = max(1, BLOCK_BYTES // max(1, row_bytes))
-        spans = [cut(shape[0], n, part) for part in range(n)] if by_rank else [(0, shape[0])]
-        for part, (start, stop) in enumerate(spans):
-            for low in range(start, stop, block):
-                high = min(stop, low + block)
-                only = part if by_rank else None
-                run = partial(_plain_step, work, kind, name, j, low, high, only, plan, source, clock)
-                yield Step(2 * (high - low) * row_bytes, run)
+        rows = shape[0] // n if by_rank else shape[0]
+        first = family.take is None or family.take[1] == 0
+        whole = rows == shape[0] and rows <= block
+        if first and not whole:
+            yield Step(BLOCK_BYTES, partial(_digest_step, name, family.stored(j)[0], source, clock))
+        for low in range(0, rows, block):
+            for part in range(n) if by_rank else (None,):
+                start = low + rows * (part or 0)
+                stop = start + min(block, rows - low)
+                run = partial(_plain_step, work, kind, name, j, start, stop, part, first and whole, plan, source, clock)
+                yield Step(2 * (stop - start) * row_bytes, run)
+
+
+def _digest_step(name: str, rows: int, source: Source, clock: Clock) -> Result:
+    """The digest of a source tensor that other steps take apart; its bytes come from the page cache."""
+    digest = hashlib.sha256()
+    dtype, shape = source.header[name]
+    step = source.leading(name)
+    block = max(1, rows // step * DIGEST_BLOCK // nbytes(shape, dtype)) * step
+    for low in range(0, rows, block):
+        with clock("read"):
+            data = source.rows(name, low, min(rows, low + block))
+        with clock("hash"):
+            digest.update(as_bytes(data))
+    return Result(digests={name: digest.hexdigest()})
 
 
 def _plain_step(
@@ -155,6 +172,7 @@ def _plain_step(
     low: int,
     high: int,
     only: int | None,
+    digest: bool,
     plan: Plan,
     source: Source,
     clock: Clock,
@@ -166,12 +184,9 @@ def _plain_step(
     with clock("read"):
         raw = source.rows(name, low * merged, high * merged)
     result.read = raw.numel()
-    if family.take is None or family.take[1] == 0:
-        if high - low == shape[0]:
-            with clock("hash"):
-                result.digests[name] = _sha256(raw)
-        else:
-            result.blocks.append((name, raw, high == shape[0]))
+    if digest:
+        with clock("hash"):
+            result.digests[name] = _sha256(raw)
     with clock("repack"):
         block = raw.view(MOVED_AS[family.row.dtype]).view(high - low, *shape[1:])
         if family.take is not None:

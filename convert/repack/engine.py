@@ -3,18 +3,14 @@
 torch, hashlib and file I/O release the interpreter lock, so threads overlap reading, repacking, hashing and writing.
 """
 
-import hashlib
 import threading
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
-
-from convert.readers.files import as_bytes
 from convert.repack.assemble import FileKey, Result, Step
 from convert.repack.clock import Clock
 from convert.report import PIECE_BYTES, PIECES
@@ -54,7 +50,6 @@ class Open:
         self.job = job
         self.writers: dict[FileKey, StreamWriter] = {}
         self.sources: dict[str, str] = {}
-        self.rolling: dict[str, Any] = defaultdict(hashlib.sha256)
         self.files: dict[str, Record] = {}
         self.zero_scales = 0
 
@@ -77,7 +72,8 @@ class Countdown:
 class Engine:
     """Steps in, files out. `run` returns when every job is sealed, or raises the first error after cleaning up.
 
-    Steppers read and repack; each file belongs to one lane, which hashes and writes it; sealers fsync and rename.
+    Steppers read and repack; each file belongs to two lanes, one writes and hashes it, the other hashes its tensors;
+    sealers fsync and rename.
     """
 
     def __init__(
@@ -91,7 +87,7 @@ class Engine:
         self.root, self.clock, self.done, self.progress = root, clock, done, progress
         self.budget = Budget(PIECES * PIECE_BYTES * workers)
         self.steppers = ThreadPoolExecutor(workers, "step")
-        self.lanes = [ThreadPoolExecutor(1, f"write-{i}") for i in range(workers)]
+        self.lanes = [ThreadPoolExecutor(1, f"lane-{i}") for i in range(2 * workers)]
         self.sealers = ThreadPoolExecutor(SEALERS, "seal")
         self.pending: deque[tuple[Future[Result], Step, Open] | Open] = deque()
         self.open: list[Open] = []
@@ -143,12 +139,13 @@ class Engine:
         result = future.result()
         state.sources.update(result.digests)
         state.zero_scales += result.zero_scales
-        tasks = [(self._lane(key), partial(self._append, state, key, chunk)) for key, chunk in result.chunks]
-        tasks += [
-            (len(name) % len(self.lanes), partial(self._roll, state, *block))
-            for block in result.blocks
-            for name in block[:1]
-        ]
+        tasks = []
+        for key, chunk in result.chunks:
+            # Writing and the tensor's digest go on side by side; each keeps its own order.
+            for method, shift in ((StreamWriter.write, 0), (StreamWriter.digest, 1)):
+                tasks.append((self._lane(key, shift), partial(method, self._writer(state, key), chunk)))
+        if not tasks:
+            self._over(step, result.read)
         over = Countdown(len(tasks), partial(self._over, step, result.read))
         for number, task in tasks:
             self.lanes[number].submit(self._guard, task, over)
@@ -157,19 +154,13 @@ class Engine:
         self.budget.give(step.nbytes)
         self.progress(read)
 
-    def _lane(self, key: FileKey) -> int:
-        return (key[1] + (key[0] != "rank")) % len(self.lanes)
+    def _lane(self, key: FileKey, shift: int) -> int:
+        return (2 * (key[1] + (key[0] != "rank")) + shift) % len(self.lanes)
 
-    def _append(self, state: Open, key: FileKey, chunk: Tensor) -> None:
+    def _writer(self, state: Open, key: FileKey) -> StreamWriter:
         if key not in state.writers:
             state.writers[key] = StreamWriter(self.root, state.job.files[key], self.clock)
-        state.writers[key].append(chunk)
-
-    def _roll(self, state: Open, name: str, data: Tensor, last: bool) -> None:
-        with self.clock("hash"):
-            state.rolling[name].update(as_bytes(data))
-        if last:
-            state.sources[name] = state.rolling.pop(name).hexdigest()
+        return state.writers[key]
 
     def _seal_all(self, state: Open) -> None:
         """Every lane has passed this job: its files are complete and may get their names."""

@@ -30,7 +30,8 @@ def output_errors(path: Path) -> Iterator[None]:
     except OSError as e:
         raise OutputError(
             f"{path}: writing failed: {e.strerror or e}. Nothing unfinished keeps its final "
-            "name; free some space or fix the device, then run the same command again: it goes on after the last finished part"
+            "name; free some space or fix the device, then run the same command again: it goes on after the last "
+            "finished part"
         ) from e
 
 
@@ -70,13 +71,19 @@ class StreamWriter:
         with output_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._put(memoryview(plan.header))
+        self._begun = False
 
-    def append(self, chunk: Tensor) -> None:
-        """The next bytes of the current tensor; a chunk never spans two."""
+    def write(self, chunk: Tensor) -> None:
+        """The file's next bytes. One thread at a time, like `digest`, but the two may run side by side."""
+        if not self._begun:
+            self._begun = True
+            self._put(memoryview(self.plan.header))
+        self._put(as_bytes(chunk))
+
+    def digest(self, chunk: Tensor) -> None:
+        """The same bytes once more, for the current tensor's digest; a chunk never spans two tensors."""
         data = as_bytes(chunk)
         assert len(data) <= self._left, f"{self.plan.path}: {self._sizes[len(self.tensors)][0]} overruns its plan"
-        self._put(data)
         with self.clock("hash"):
             self._tensor.update(data)
         self._left -= len(data)
