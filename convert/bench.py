@@ -183,7 +183,12 @@ def machine(model: Path, layers: int) -> Row:
 @click.option("--layers", default=2, help="Full-size layers; the first is dense.")
 @click.option("--count", default=3, help="Rounds of each kind.")
 @click.option("--workers", default="", help="Comma-separated worker counts; the last one also races cp.")
-@click.option("--mesh", multiple=True, default=("--tp 8", "--tp 8 --ep 8"), help="Flags of kiln convert.")
+@click.option(
+    "--mesh",
+    multiple=True,
+    default=("--tp 8", "--tp 8 --ep 8", "--world 8 --tp 1 --ep 8"),
+    help="Flags of kiln convert.",
+)
 @click.option("--result", type=click.Path(path_type=Path), default=None, help="Where to write NAME.json and NAME.md.")
 def main(scratch: Path, layers: int, count: int, workers: str, mesh: tuple[str, ...], result: Path | None) -> None:
     """Measure conversion on this machine."""

@@ -351,6 +351,31 @@ def test_an_unfinished_folder_belongs_to_its_plan_and_its_writer(demo: Path, tmp
     assert not (tmp_path / "out" / FOLDER).exists()
 
 
+MEMORY = """
+import sys
+from pathlib import Path
+import convert.repack.engine as engine
+from convert.pipeline import peak_now
+from tests.lab import converted
+engine.PIECE_BYTES = 8 << 20
+before = peak_now()
+converted(sys.argv[1], Path(sys.argv[2]), workers=2, world=4, tp=4)
+print(peak_now() - before)
+"""
+
+
+def test_memory_in_flight_is_bounded_whatever_the_size_of_the_source(tmp_path: Path) -> None:
+    """520 MB of experts through pieces of 8 MiB: a child's peak grows by the budget and some slack, not by the source."""
+    wide = replace(TINY, hidden=2048, moe_ff=1024, experts=72, layers=3, weights="filler")
+    write_demo(tmp_path / "model", wide)
+    size = sum(p.stat().st_size for p in (tmp_path / "model").glob("*.safetensors"))
+    root = Path(__file__).parent.parent
+    command = [sys.executable, "-c", MEMORY, str(tmp_path / "model"), str(tmp_path / "out")]
+    grown = int(subprocess.run(command, cwd=root, capture_output=True, text=True, check=True).stdout)
+    assert size > 520_000_000
+    assert grown < 2 * 2 * (8 << 20) + 160_000_000
+
+
 def test_phases_are_timed_apart(demo: Path, tmp_path: Path) -> None:
     report = converted(demo, tmp_path / "out", world=2, tp=2)
     assert {"read", "check", "repack", "hash", "write", "sync", "seal"} <= set(report.wall)

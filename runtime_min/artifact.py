@@ -1,0 +1,144 @@
+"""An artifact as the runtime sees it: one rank's weights, checked first, then mapped and copied. No arithmetic."""
+
+import hashlib
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from runtime_min.kernels.layouts import LAYOUTS
+from specs import manifest
+from specs.config import read_config
+from specs.dims import ModelConfig
+from specs.errors import ArtifactError
+from specs.mesh import Mesh
+
+READ = 8 << 20
+HASHERS = 8
+INDEX = "index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One weight as it lies in memory, and the layout that explains it.
+
+    tensor: stacked INT4 slots are int32 [experts, slot words]; everything else is the dense tensor itself.
+    logical: per fused source, this rank's [N, K] or dense shape.
+    """
+
+    tensor: Tensor
+    layout: str
+    parameters: dict[str, int]
+    logical: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """One rank's view of an artifact folder. `open` has checked whatever can be checked without a GPU."""
+
+    path: Path
+    rank: int
+    mesh: Mesh
+    config: ModelConfig
+    manifest: Mapping[str, Any]
+    entries: tuple[dict[str, Any], ...]
+
+    @classmethod
+    def open(cls, path: Path, rank: int = 0, verify: bool = True) -> "Artifact":
+        """Rank `rank` of the artifact in `path`.
+
+        Raises ArtifactError, naming every bad file, if the artifact is unsealed, of another format version, damaged
+        (size and index always, sha256 of this rank's files with `verify`), or stored in a layout this version does
+        not know; and if there is no such rank.
+        """
+        sealed = manifest.read(path)
+        mesh = Mesh(**sealed["mesh"])
+        if not 0 <= rank < mesh.world:
+            raise ArtifactError(f"{path}: has ranks 0..{mesh.world - 1} ({mesh}), rank {rank} was asked for")
+        folders = [f for f in ("weights/common", f"weights/rank-{rank:02d}") if (path / f).is_dir()]
+        mine = [f for f in sealed["files"] if f["path"].rpartition("/")[0] in ("", *folders)]
+        check_files(path, mine, verify)
+        entries: list[dict[str, Any]] = []
+        for folder in folders:
+            index = manifest.read_json(path / folder / INDEX)
+            entries += [{**e, "path": path / folder / e["file"]} for e in index["tensors"]]
+        unknown = sorted({e["layout"]["id"] for e in entries} - set(LAYOUTS))
+        if unknown:
+            raise ArtifactError(
+                f"{path}: stored in {', '.join(unknown)}, this version reads {', '.join(LAYOUTS)}; "
+                "convert the artifact again, or use the version that wrote it"
+            )
+        config = read_config(manifest.read_json(path / "config.json"))
+        return cls(path=path, rank=rank, mesh=mesh, config=config, manifest=sealed, entries=tuple(entries))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's text weights."""
+        files = {e["path"] for e in self.entries}
+        return sum(f.stat().st_size for f in files)
+
+    def weights(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Stored]:
+        """Every text weight of this rank on `device`. BF16 tensors become `dtype` if one is given; INT4 slots, and
+        FP32 ones unless `dtype` is float64, stay as they are."""
+        out: dict[str, Stored] = {}
+        totals = {e["name"]: 0 for e in self.entries}
+        for e in self.entries:
+            totals[e["name"]] += e["shape"][0]
+        by_file: dict[Path, list[dict[str, Any]]] = {}
+        for e in self.entries:
+            by_file.setdefault(e["path"], []).append(e)
+        for file, found in by_file.items():
+            with safe_open(file, "pt") as f:
+                for e in found:
+                    tensor = cast(f.get_tensor(e["name"]), dtype)
+                    name = e["name"]
+                    if name not in out:
+                        shape = (totals[name], *tensor.shape[1:])
+                        how = {k: v for k, v in e["layout"].items() if k != "id"}
+                        logical = tuple(tuple(s) for s in e["logical"])
+                        whole = torch.empty(shape, dtype=tensor.dtype, device=device)
+                        out[name] = Stored(whole, e["layout"]["id"], how, logical)
+                    start = e.get("start", 0)
+                    out[name].tensor[start : start + tensor.shape[0]].copy_(tensor)
+        return out
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Dense weights in the dtype of the computation."""
+    if dtype is None or tensor.dtype == torch.int32 or (tensor.dtype == torch.float32 and dtype != torch.float64):
+        return tensor
+    return tensor.to(dtype)
+
+
+def check_files(path: Path, files: list[dict[str, Any]], verify: bool) -> None:
+    """ArtifactError with every file that is missing, of another size or, if asked, of another sha256."""
+    problems = []
+    for file in files:
+        target = path / file["path"]
+        if not target.is_file():
+            problems.append(f"{target}: not there, expected {file['size']} bytes; fetch or convert again")
+        elif target.stat().st_size != file["size"]:
+            problems.append(f"{target}: {target.stat().st_size} bytes, expected {file['size']}; fetch or convert again")
+    if not problems:
+        # Index files are small and lead to everything else, so their bytes are always checked.
+        chosen = [f for f in files if verify or not f["path"].endswith(".safetensors")]
+        with ThreadPoolExecutor(HASHERS) as pool:
+            found = list(pool.map(lambda f: sha256(path / f["path"]), chosen))
+        for file, digest in zip(chosen, found, strict=True):
+            if digest != file["sha256"]:
+                problems.append(f"{path / file['path']}: sha256 {digest}, expected {file['sha256']}; fetch or convert again")
+    if problems:
+        raise ArtifactError(problems)
+
+
+def sha256(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as f:
+        while data := f.read(READ):
+            digest.update(data)
+    return digest.hexdigest()

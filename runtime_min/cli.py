@@ -1,0 +1,117 @@
+"""kiln-run: an artifact in, tokens or logits out. This file parses, calls and prints; it decides nothing else."""
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from runtime_min.launch import DTYPES, Run, launch
+from runtime_min.tasks import Generation, Scoring, generate_task, score_task
+from specs.errors import InputError
+
+
+class KilnRun(click.Group):
+    """Wrong input ends with its problems on stderr and exit code 1, wrong usage with 2, never with a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except InputError as e:
+            for line in e.lines():
+                click.echo(f"error: {line}", err=True)
+        except BrokenPipeError:
+            raise
+        except OSError as e:
+            click.echo(f"error: {e.filename or ''}: {e.strerror or e}", err=True)
+        raise click.exceptions.Exit(1)
+
+
+@click.group(cls=KilnRun, context_settings={"help_option_names": ["-h", "--help"], "show_default": True})
+@click.version_option(package_name="kiln", prog_name="kiln-run")
+def main() -> None:
+    """Run an artifact that `kiln convert` made.
+
+    An artifact of N ranks runs by one command: on N GPUs if they are there, else as N processes on the CPU. torchrun
+    works too: torchrun --nproc-per-node 8 -m runtime_min generate ARTIFACT ...
+
+    Exit codes: 0 done, 1 the input or artifact is wrong, 2 wrong usage.
+    """
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    for option in reversed([
+        click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="[default: cuda if there are enough GPUs]"),
+        click.option("--dtype", type=click.Choice(list(DTYPES)), default=None, help="[default: bfloat16 on cuda, float32 on cpu]"),
+        click.option("--ops", type=click.Choice(["ref", "triton"]), default=None, help="[default: triton on cuda, ref on cpu]"),
+        click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
+        click.option("--no-verify", is_flag=True, help="Do not check this rank's files by sha256 before loading them."),
+    ]):
+        command = option(command)
+    return command
+
+
+def chosen(artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool) -> Run:
+    return Run(artifact=artifact, device=device, dtype=dtype, ops=ops, inner_eps=inner_eps, verify=not no_verify)
+
+
+def under_torchrun() -> tuple[int, int] | None:
+    """(rank, world) that torchrun set, if it started this process."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@run_options
+@click.option("--prompt", default=None, help="One user message.")
+@click.option("--messages", type=click.Path(path_type=Path, exists=True, dir_okay=False), default=None,
+              help="JSON file: a list of messages, or an object with messages, tools, thinking, preserve_thinking.")
+@click.option("--ids", default=None, help="Token ids, comma-separated; needs no tokenizer.")
+@click.option("--instant", is_flag=True, help="Answer without thinking first.")
+@click.option("--max-tokens", type=click.IntRange(1), default=128)
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=1.0)
+@click.option("--top-k", type=click.IntRange(0), default=0, help="0 is off.")
+@click.option("--seed", type=int, default=0)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object at the end instead of streamed text.")
+def generate(
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
+    prompt: str | None, messages: Path | None, ids: str | None, instant: bool, max_tokens: int, temperature: float,
+    top_p: float, top_k: int, seed: int, as_json: bool,
+) -> None:
+    """Generate from a prompt, a conversation, or token ids; text streams to stdout."""
+    if sum(x is not None for x in (prompt, messages, ids)) != 1:
+        raise click.UsageError("give exactly one of --prompt, --messages and --ids")
+    try:
+        numbers = None if ids is None else tuple(int(i) for i in ids.split(","))
+    except ValueError as e:
+        raise click.UsageError(f"--ids: {e}; expected comma-separated integers") from e
+    wanted = Generation(
+        prompt=prompt, messages=messages, ids=numbers, thinking=not instant, tokens=max_tokens, temperature=temperature,
+        top_p=top_p, top_k=top_k, seed=seed, stream=not as_json,
+    )
+    run = chosen(artifact, device, dtype, ops, inner_eps, no_verify)
+    result = launch(run, generate_task, wanted, under_torchrun())
+    if as_json and result is not None:
+        click.echo(json.dumps(result))
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@run_options
+@click.option("--input", "source", type=click.Path(path_type=Path), required=True, help="safetensors with `ids` [B, T] int64.")
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="safetensors with `logits` [B, T, V] float32.")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
+def score(
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
+    source: Path, output: Path, as_json: bool,
+) -> None:
+    """Write the logits of every position of given token ids: how anyone checks parity."""
+    run = chosen(artifact, device, dtype, ops, inner_eps, no_verify)
+    result = launch(run, score_task, Scoring(source=source, output=output), under_torchrun())
+    if result is not None:
+        click.echo(json.dumps(result) if as_json else f"wrote {output}: logits {result['shape']} float32")

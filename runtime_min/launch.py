@@ -1,0 +1,122 @@
+"""One command, all ranks: the artifact's world as processes of this machine, or this process under torchrun."""
+
+import tempfile
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from runtime_min import ranks
+from runtime_min.artifact import Artifact
+from runtime_min.models.decoder import Decoder, Settings
+from runtime_min.ops import REF, Ops, triton_ops
+from specs import manifest
+from specs.errors import InputError
+from specs.mesh import Mesh
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class DeviceError(InputError):
+    """The device, dtype or ops that were asked for do not go together here."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What every rank needs to know. `dtype` and `ops` None mean the device's default."""
+
+    artifact: Path
+    device: str | None = None
+    dtype: str | None = None
+    ops: str | None = None
+    inner_eps: float = 1e-6
+    verify: bool = True
+
+
+Task = Callable[[Decoder, Artifact, Any], Any]
+
+
+def settings(run: Run, rank: int, world: int) -> tuple[Settings, Ops]:
+    """Device, dtype and ops of one rank; DeviceError for a combination that does not exist here."""
+    gpus = torch.cuda.device_count()
+    kind = run.device or ("cuda" if gpus >= world else "cpu")
+    if kind == "cuda" and gpus < world:
+        raise DeviceError(f"--device cuda: {world} ranks want {world} GPUs, {gpus} are there; use --device cpu")
+    dtype = run.dtype or ("bfloat16" if kind == "cuda" else "float32")
+    ops = run.ops or ("triton" if kind == "cuda" else "ref")
+    if dtype == "float64" and ops == "triton":
+        raise DeviceError("--dtype float64 exists for the reference ops only; use --ops ref")
+    if ops == "triton" and kind == "cpu":
+        from runtime_min.kernels.compat import INTERPRET
+
+        if not INTERPRET:
+            raise DeviceError("--ops triton needs a GPU, or TRITON_INTERPRET=1 for Triton's slow CPU interpreter")
+    device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
+    return Settings(dtype=DTYPES[dtype], device=device, inner_eps=run.inner_eps), triton_ops() if ops == "triton" else REF
+
+
+def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: str | None) -> Any:
+    """One rank: check, load, join the others, do the task."""
+    chosen, ops = settings(run, rank, world)
+    artifact = Artifact.open(run.artifact, rank, verify=run.verify)
+    ranks.check(artifact.mesh, rank, world)
+    if chosen.device.type == "cuda":
+        torch.cuda.set_device(chosen.device)
+    elif world > 1:
+        torch.set_num_threads(max(1, torch.get_num_threads() // world))
+    group = ranks.join(artifact.mesh, rank, world, chosen.device, init)
+    try:
+        return task(Decoder(artifact, ops, group, chosen), artifact, argument)
+    finally:
+        ranks.leave()
+
+
+def _child(rank: int, run: Run, task: Task, argument: Any, world: int, init: str, results: Any) -> None:
+    try:
+        results.put((rank, True, execute(run, task, argument, rank, world, init)))
+    except InputError as e:
+        results.put((rank, False, e))
+    except BaseException:
+        traceback.print_exc()
+        raise
+
+
+def launch(run: Run, task: Task, argument: Any, under_torchrun: tuple[int, int] | None = None) -> Any:
+    """Runs `task(decoder, artifact, argument)` on every rank and returns rank 0's result.
+
+    Raises the InputError of whichever rank met one. A rank that dies takes the others with it.
+    """
+    if under_torchrun is not None:
+        return execute(run, task, argument, *under_torchrun, init=None)
+    world = Mesh(**manifest.read(run.artifact)["mesh"]).world
+    # Everything wrong with the files or the mesh is found once, here, before any process starts.
+    settings(run, 0, world)
+    if world == 1:
+        return execute(run, task, argument, 0, 1, None)
+    ranks.check(Mesh(**manifest.read(run.artifact)["mesh"]), 0, world)
+    with tempfile.TemporaryDirectory() as folder:
+        results = mp.get_context("spawn").SimpleQueue()
+        context = mp.start_processes(
+            _child, (run, task, argument, world, f"file://{folder}/store", results), nprocs=world, join=False, start_method="spawn"
+        )
+        assert context is not None
+        got: dict[int, Any] = {}
+        while not context.join(timeout=0.1):
+            _drain(results, got, context)
+        _drain(results, got, context)
+    return got.get(0)
+
+
+def _drain(results: Any, got: dict[int, Any], context: Any) -> None:
+    """Results that have arrived; the first error ends every other rank."""
+    while not results.empty():
+        rank, good, value = results.get()
+        if not good:
+            for process in context.processes:
+                process.kill()
+            raise value
+        got[rank] = value

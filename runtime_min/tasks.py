@@ -1,0 +1,107 @@
+"""What kiln-run does on every rank once the model is loaded. Rank 0 speaks, the others compute."""
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from runtime_min.artifact import Artifact
+from runtime_min.generate import PromptError, generate, score
+from runtime_min.models.decoder import Decoder
+from runtime_min.sample import Sampling
+from runtime_min.text import Stream, Tokenizer, encode_chat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """One request of `kiln-run generate`."""
+
+    prompt: str | None
+    messages: Path | None
+    ids: tuple[int, ...] | None
+    thinking: bool
+    tokens: int
+    temperature: float
+    top_p: float
+    top_k: int
+    seed: int
+    stream: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    source: Path
+    output: Path
+
+
+def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dict[str, Any] | None:
+    """Rank 0: ids, text (if there is a tokenizer), finish reason and the prompt's length; None elsewhere."""
+    tokenizer = Tokenizer.open(artifact.path) if (artifact.path / "tiktoken.model").exists() else None
+    prompt = prompt_ids(wanted, tokenizer, artifact)
+    stops = tokenizer.stop_ids if tokenizer is not None else frozenset(i for i in artifact.config.ids.eos if i is not None)
+    sampling = Sampling(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
+    speaks = model.ranks.rank == 0
+    stream = Stream(tokenizer) if tokenizer is not None else None
+    ids: list[int] = []
+    text = ""
+    for token in generate(model, prompt, tokens=wanted.tokens, sampling=sampling, seed=wanted.seed, stops=stops):
+        ids.append(token)
+        piece = "" if token in stops else (stream.feed(token) if stream is not None else f"{token} ")
+        text += piece
+        if speaks and wanted.stream:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    rest = stream.flush() if stream is not None else ""
+    if speaks and wanted.stream:
+        sys.stdout.write(rest + "\n")
+        sys.stdout.flush()
+    finish = "stop" if ids and ids[-1] in stops else "length"
+    facts = {"ids": ids, "text": text + rest if stream is not None else None, "finish_reason": finish, "prompt_tokens": len(prompt)}
+    return facts if speaks else None
+
+
+def prompt_ids(wanted: Generation, tokenizer: Tokenizer | None, artifact: Artifact) -> list[int]:
+    """Token ids of whatever was given as the prompt."""
+    if wanted.ids is not None:
+        return list(wanted.ids)
+    if tokenizer is None:
+        raise PromptError(f"{artifact.path}: has no tiktoken.model, so text cannot be encoded; use --ids")
+    if wanted.prompt is not None:
+        chat: Any = [{"role": "user", "content": wanted.prompt}]
+    else:
+        assert wanted.messages is not None
+        try:
+            chat = json.loads(wanted.messages.read_text())
+        except ValueError as e:
+            raise PromptError(f"{wanted.messages}: not valid JSON: {e}") from e
+    options = {"messages": chat} if isinstance(chat, list) else dict(chat)
+    unknown = sorted(set(options) - {"messages", "tools", "thinking", "preserve_thinking"})
+    if unknown or not isinstance(options.get("messages"), list):
+        raise PromptError(f"{wanted.messages}: expected messages, tools, thinking, preserve_thinking; found {sorted(options)}")
+    return encode_chat(
+        tokenizer, options["messages"], tools=options.get("tools"), thinking=bool(options.get("thinking", wanted.thinking)),
+        preserve_thinking=bool(options.get("preserve_thinking", False)),
+    )
+
+
+def score_task(model: Decoder, artifact: Artifact, wanted: Scoring) -> dict[str, Any] | None:
+    """Rank 0 writes the logits of every position and says their shape."""
+    try:
+        tensors = load_file(wanted.source)
+    except Exception as e:
+        raise PromptError(f"{wanted.source}: cannot be read as safetensors: {e}") from e
+    ids = tensors.get("ids")
+    if ids is None or ids.dtype != torch.int64 or ids.ndim != 2 or len(tensors) != 1:
+        found = {n: f"{t.dtype} {list(t.shape)}" for n, t in tensors.items()}
+        raise PromptError(f"{wanted.source}: found {found}, expected exactly `ids` [B, T] int64")
+    logits = score(model, ids)
+    if model.ranks.rank != 0:
+        return None
+    draft = wanted.output.with_name(wanted.output.name + ".part")
+    save_file({"logits": logits}, draft)
+    draft.rename(wanted.output)
+    return {"output": str(wanted.output), "shape": list(logits.shape)}
