@@ -3,6 +3,7 @@
 import json
 import os
 import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -133,8 +134,6 @@ def plan(
 
     MODEL is a checkpoint folder, an artifact folder, or a hub id like moonshotai/Kimi-K2.6@main.
     """
-    import shutil
-
     from convert.readers.find import find
     from convert.tables import plan_facts, plan_text
 
@@ -191,8 +190,15 @@ def convert(
         report = run(made, source, out, count, progress, command=shlex.join(["kiln", *sys.argv[1:]]))
     for line in report.warnings:
         click.echo(f"warning: {line}", err=True)
-    following = f"next: kiln verify {shlex.quote(str(out))} --against {shlex.quote(model)}"
+    following = f"next: {program('kiln-run')} generate {shlex.quote(str(out))} --device cpu --prompt Hello --max-tokens 32"
     emit(as_json, report_facts(report, count), f"{report_text(report, count)}\n\n{following}")
+
+
+def program(name: str) -> str:
+    """How a user types one of our programs: by name, or by path while the environment is not activated."""
+    if shutil.which(name):
+        return name
+    return shlex.quote(os.path.relpath(Path(sys.executable).with_name(name)))
 
 
 def ensure_demo(path: Path) -> None:

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 from runtime_min import ranks
 from runtime_min.artifact import Artifact
+from runtime_min.kernels.jit import Jit
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, Ops, triton_ops
 from specs import manifest
@@ -56,7 +57,7 @@ def settings(run: Run, rank: int, world: int) -> tuple[Settings, Ops]:
         if not INTERPRET:
             raise DeviceError("--ops triton needs a GPU, or TRITON_INTERPRET=1 for Triton's slow CPU interpreter")
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    return Settings(dtype=DTYPES[dtype], device=device, inner_eps=run.inner_eps), triton_ops() if ops == "triton" else REF
+    return Settings(dtype=DTYPES[dtype], device=device, inner_eps=run.inner_eps), triton_ops(Jit()) if ops == "triton" else REF
 
 
 def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: str | None) -> Any:

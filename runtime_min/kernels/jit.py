@@ -1,0 +1,26 @@
+"""Launches through Triton's JIT (or its CPU interpreter, if TRITON_INTERPRET=1 was set before the first import)."""
+
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+from runtime_min.kernels.launch import Launch, Problem
+
+
+@cache
+def function(kernel: str) -> Any:
+    """The Triton function of "op.function"."""
+    op, name = kernel.split(".")
+    return getattr(import_module(f"runtime_min.kernels.{op}.kernel"), name)
+
+
+class Jit:
+    """Kernels with their default configs, compiled at first use."""
+
+    def pick(self, problem: Problem) -> Any:
+        return problem.default()
+
+    def run(self, launch: Launch) -> None:
+        function(launch.kernel)[launch.grid](
+            *launch.args, **launch.constants, num_warps=launch.warps, num_stages=launch.stages
+        )

@@ -1,0 +1,42 @@
+"""How an op says what to launch, without naming who launches it.
+
+An op's launch.py turns tensors into `Launch`es and needs no triton. A `Kernels` carries them out: by Triton's JIT
+(`jit.py`), and later from cubins that were compiled ahead of time.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+Scalar = int | float | bool
+Constant = int | float | bool | str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """One launch of one kernel. `kernel`: "op.function". `args`: tensors, integers and floats in the order of the
+    kernel's run-time parameters. `constants`: its constexpr parameters by name."""
+
+    kernel: str
+    grid: tuple[int, int, int]
+    args: tuple[Any, ...]
+    constants: Mapping[str, Constant]
+    warps: int = 4
+    stages: int = 2
+
+
+class Problem(Protocol):
+    """Sizes that a choice of kernel depends on; a frozen dataclass of plain numbers."""
+
+    op: ClassVar[str]
+
+    def default(self) -> Any:
+        """The config to use where no table says better."""
+
+
+class Kernels(Protocol):
+    """Picks a config for a problem and runs launches in order on the current stream."""
+
+    def pick(self, problem: Problem) -> Any: ...
+
+    def run(self, launch: Launch) -> None: ...

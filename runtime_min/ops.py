@@ -1,0 +1,67 @@
+"""The kernels that models call, by name: reference or Triton. Model code never asks which it got."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor
+
+from runtime_min.kernels.launch import Kernels
+from runtime_min.kernels.mla_decode import launch as mla_decode_launch
+from runtime_min.kernels.mla_decode import ref as mla_decode_ref
+from runtime_min.kernels.mla_prefill import launch as mla_prefill_launch
+from runtime_min.kernels.mla_prefill import ref as mla_prefill_ref
+from runtime_min.kernels.moe_int4 import launch as moe_int4_launch
+from runtime_min.kernels.moe_int4 import ref as moe_int4_ref
+from runtime_min.kernels.moe_int4.ref import MoeShape
+from runtime_min.kernels.moe_route import launch as moe_route_launch
+from runtime_min.kernels.moe_route import ref as moe_route_ref
+from runtime_min.kernels.moe_route.ref import Routing
+from runtime_min.kernels.rmsnorm import launch as rmsnorm_launch
+from runtime_min.kernels.rmsnorm import ref as rmsnorm_ref
+from runtime_min.kernels.rope_cache import launch as rope_cache_launch
+from runtime_min.kernels.rope_cache import ref as rope_cache_ref
+from runtime_min.kernels.silu_mul import launch as silu_mul_launch
+from runtime_min.kernels.silu_mul import ref as silu_mul_ref
+
+__all__ = ["REF", "MoeShape", "Ops", "Routing", "triton_ops"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ops:
+    """One callable an op; arguments, shapes and dtypes are those of the op's ref.py."""
+
+    rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
+    add_rmsnorm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    silu_mul: Callable[[Tensor], Tensor]
+    route: Callable[[Tensor, Tensor, int, float], Routing]
+    rope_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    mla_decode: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+    mla_prefill: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+    moe_int4: Callable[[Tensor, Tensor, Tensor, Routing, int, MoeShape], Tensor]
+
+
+REF = Ops(
+    rmsnorm=rmsnorm_ref.rmsnorm,
+    add_rmsnorm=rmsnorm_ref.add_rmsnorm,
+    silu_mul=silu_mul_ref.silu_mul,
+    route=moe_route_ref.route,
+    rope_cache=rope_cache_ref.rope_cache,
+    mla_decode=mla_decode_ref.mla_decode,
+    mla_prefill=mla_prefill_ref.mla_prefill,
+    moe_int4=moe_int4_ref.moe_int4,
+)
+
+
+def triton_ops(kernels: Kernels) -> Ops:
+    """Triton ops whose launches `kernels` carries out."""
+    return Ops(
+        rmsnorm=partial(rmsnorm_launch.rmsnorm, kernels),
+        add_rmsnorm=partial(rmsnorm_launch.add_rmsnorm, kernels),
+        silu_mul=partial(silu_mul_launch.silu_mul, kernels),
+        route=partial(moe_route_launch.route, kernels),
+        rope_cache=partial(rope_cache_launch.rope_cache, kernels),
+        mla_decode=partial(mla_decode_launch.mla_decode, kernels),
+        mla_prefill=partial(mla_prefill_launch.mla_prefill, kernels),
+        moe_int4=partial(moe_int4_launch.moe_int4, kernels),
+    )
