@@ -68,7 +68,7 @@ def convert(model: Path, out: Path, workers: int, mesh: list[str]) -> Row:
     return {**report, "process_seconds": time.perf_counter() - begin}
 
 
-def prove(model: Path, out: Path) -> None:
+def check(model: Path, out: Path) -> None:
     command = [sys.executable, "-m", "convert", "verify", str(out), "--against", str(model), "--json"]
     verdict = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False).stdout)
     if not verdict["ok"]:
@@ -144,7 +144,11 @@ def text(groups: list[Row], facts: Row) -> str:
             f"{facts['layers']} full-size layers "
             "with embedding, head and vision tower, random words.",
             f"Command: `{facts['command']}`. Medians of the rounds; "
-            "every mesh was proven bit for bit before it was timed.",
+            + (
+                "every mesh was proven bit for bit before it was timed."
+                if facts["proven"]
+                else "not proven in this run."
+            ),
             "Phase columns are core seconds per GB of source, summed over threads.",
             "",
             *lines,
@@ -153,7 +157,7 @@ def text(groups: list[Row], facts: Row) -> str:
     )
 
 
-def machine(model: Path, layers: int) -> Row:
+def machine(model: Path, layers: int, proven: bool) -> Row:
     import torch
 
     names = [
@@ -168,6 +172,7 @@ def machine(model: Path, layers: int) -> Row:
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "layers": layers,
+        "proven": proven,
         "command": "python -m convert.bench " + " ".join(sys.argv[1:]),
         "source_gb": sum(f.stat().st_size for f in model.glob("*.safetensors")) / 1e9,
     }
@@ -189,22 +194,33 @@ def machine(model: Path, layers: int) -> Row:
     default=("--tp 8", "--tp 8 --ep 8", "--world 8 --tp 1 --ep 8"),
     help="Flags of kiln convert.",
 )
+@click.option("--cold/--no-cold", default=True, help="Also with the page cache dropped before every run.")
+@click.option("--prove/--no-prove", default=True, help="Prove every mesh bit for bit first.")
 @click.option("--result", type=click.Path(path_type=Path), default=None, help="Where to write NAME.json and NAME.md.")
-def main(scratch: Path, layers: int, count: int, workers: str, mesh: tuple[str, ...], result: Path | None) -> None:
+def main(
+    scratch: Path,
+    layers: int,
+    count: int,
+    workers: str,
+    mesh: tuple[str, ...],
+    cold: bool,
+    prove: bool,
+    result: Path | None,
+) -> None:
     """Measure conversion on this machine."""
     model, out = scratch / f"k2.6-{layers}", scratch / "artifact"
     if not (model / "model.safetensors.index.json").exists():
         shutil.rmtree(model, ignore_errors=True)
         write_demo(model, k26(layers))
-    facts = machine(model, layers)
+    facts = machine(model, layers, prove)
     size = int(facts["source_gb"] * 1e9)
     counts = [int(w) for w in workers.split(",")] if workers else [facts["cores"]]
     groups: list[Row] = []
     raw: list[Row] = []
-    for flags in (m.split() for m in mesh):
+    for flags in (m.split() for m in mesh if prove):
         shutil.rmtree(out, ignore_errors=True)
         convert(model, out, counts[-1], flags)
-        prove(model, out)
+        check(model, out)
     first = mesh[0].split()
     for number in counts[:-1]:
         shutil.rmtree(out, ignore_errors=True)
@@ -213,8 +229,8 @@ def main(scratch: Path, layers: int, count: int, workers: str, mesh: tuple[str, 
         ]
         groups.append(summary(rows, size))
         raw += rows
-    for cold in (False, True):
-        rows = list(rounds(model, scratch, counts[-1], first, count, cold))
+    for state in (False, True) if cold else (False,):
+        rows = list(rounds(model, scratch, counts[-1], first, count, state))
         groups.append(summary(rows, size))
         raw += rows
     shutil.rmtree(out, ignore_errors=True)

@@ -190,7 +190,9 @@ def convert(
         report = run(made, source, out, count, progress, command=shlex.join(["kiln", *sys.argv[1:]]))
     for line in report.warnings:
         click.echo(f"warning: {line}", err=True)
-    following = f"next: {program('kiln-run')} generate {shlex.quote(str(out))} --device cpu --prompt Hello --max-tokens 32"
+    following = (
+        f"next: {program('kiln-run')} generate {shlex.quote(str(out))} --device cpu --prompt Hello --max-tokens 32"
+    )
     emit(as_json, report_facts(report, count), f"{report_text(report, count)}\n\n{following}")
 
 

@@ -3,23 +3,17 @@
 import logging
 import os
 import platform
-import resource
 import shutil
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from convert.readers.source import LICENCE_GLOBS, TOKENIZER_FILES, Source
-from convert.repack.assemble import steps
+from convert.repack import pool
 from convert.repack.clock import Clock
-from convert.repack.engine import Engine
-from convert.report import Report, peak_memory
+from convert.report import Report, peak_memory, peak_now
 from convert.shard.journal import FOLDER, Journal
 from convert.shard.plan import Job, Plan
 from convert.shard.seal import seal
@@ -61,8 +55,7 @@ def convert(
             journal.record(job, record)
             records[job.number] = record
 
-        with one_thread_per_op():
-            Engine(out, workers, clock, done, progress).run((job, steps(job, plan, source, clock)) for job in todo)
+        others = pool.run(todo, sum(map(job_bytes, todo)), plan, source, out, workers, clock, done, progress)
         with clock("seal"):
             write_file(out / PROVENANCE, manifest.canonical(provenance(command, source)))
             logical = seal(plan, source, out, records)
@@ -77,7 +70,7 @@ def convert(
         resumed_jobs=resumed,
         bytes_written=sum(f.size for job in todo for f in job.files.values()),
         files=sum(len(j.files) for j in plan.jobs),
-        peak_bytes=peak_now(),
+        peak_bytes=others + peak_now(),
         wall=dict(clock.wall),
         core=dict(clock.core),
         logical=logical,
@@ -141,27 +134,6 @@ def check_room(jobs: list[Job], out: Path, workers: int) -> None:
         )
     if problems:
         raise PlanError(problems)
-
-
-@contextmanager
-def one_thread_per_op() -> Iterator[None]:
-    """Workers are the only parallelism: torch must not start threads of its own inside each of them."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
-
-
-def peak_now() -> int:
-    """Peak resident bytes of this process. The kernel's own mark: getrusage would count the parent's before exec."""
-    try:
-        with open("/proc/self/status") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
-    except (OSError, StopIteration):
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
 
 
 def provenance(command: str, source: Source) -> dict[str, Any]:

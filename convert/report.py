@@ -1,5 +1,7 @@
 """What a conversion may need, and what it did."""
 
+import resource
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,3 +31,13 @@ class Report:
     logical: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     already_there: bool = False
+
+
+def peak_now() -> int:
+    """Peak resident bytes of this process. The kernel's own mark: getrusage would count the parent's before exec."""
+    try:
+        with open("/proc/self/status") as f:
+            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
+    except (OSError, StopIteration):
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024

@@ -25,6 +25,10 @@ class Files:
         self._handles: dict[Path, int] = {}
         self._lock = threading.Lock()
 
+    def __reduce__(self) -> tuple[type[Files], tuple[()]]:
+        """Another process opens its own."""
+        return Files, ()
+
     def read(self, path: Path, start: int, size: int, what: str) -> Tensor:
         """Bytes start..start+size; SourceError names `what` if the file cannot give them."""
         # Here and not above: plans read headers only and never wait for torch.

@@ -3,7 +3,7 @@
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 
@@ -24,3 +24,10 @@ class Clock:
             with self._lock:
                 self.wall[phase] += time.perf_counter() - wall
                 self.core[phase] += time.thread_time() - core
+
+    def add(self, other: tuple[Mapping[str, float], Mapping[str, float]]) -> None:
+        """Wall and core seconds that another process spent."""
+        with self._lock:
+            for mine, theirs in zip((self.wall, self.core), other, strict=True):
+                for phase, seconds in theirs.items():
+                    mine[phase] += seconds

@@ -5,20 +5,33 @@ torch, hashlib and file I/O release the interpreter lock, so threads overlap rea
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from convert.repack.assemble import FileKey, Result, Step
 from convert.repack.clock import Clock
-from convert.report import PIECE_BYTES, PIECES
 from convert.shard.plan import Job
 from convert.shard.writer import StreamWriter
 
 SEALERS = 4
 Record = dict[str, Any]
+
+
+@contextmanager
+def one_thread_per_op() -> Iterator[None]:
+    """Workers are the only parallelism: torch must not start threads of its own inside each of them."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 class Budget:
@@ -80,12 +93,13 @@ class Engine:
         self,
         root: Path,
         workers: int,
+        budget: int,
         clock: Clock,
         done: Callable[[Job, Record], None],
         progress: Callable[[int], None],
     ) -> None:
         self.root, self.clock, self.done, self.progress = root, clock, done, progress
-        self.budget = Budget(PIECES * PIECE_BYTES * workers)
+        self.budget = Budget(budget)
         self.steppers = ThreadPoolExecutor(workers, "step")
         self.lanes = [ThreadPoolExecutor(1, f"lane-{i}") for i in range(2 * workers)]
         self.sealers = ThreadPoolExecutor(SEALERS, "seal")

@@ -11,12 +11,13 @@ from typing import Any, Literal
 
 import torch
 
-from convert.pipeline import PROVENANCE, one_thread_per_op
+from convert.pipeline import PROVENANCE
 from convert.readers.artifact import ArtifactSource, read_indices
 from convert.readers.files import as_bytes
 from convert.readers.safetensors_file import read_header_and_metadata
 from convert.readers.source import Source
 from convert.repack.assemble import BLOCK_BYTES
+from convert.repack.engine import one_thread_per_op
 from specs import manifest
 from specs.errors import ArtifactError, InputError
 from specs.expand import tensor_names
