@@ -131,7 +131,9 @@ def check_files(path: Path, files: list[dict[str, Any]], verify: bool) -> None:
             found = list(pool.map(lambda f: sha256(path / f["path"]), chosen))
         for file, digest in zip(chosen, found, strict=True):
             if digest != file["sha256"]:
-                problems.append(f"{path / file['path']}: sha256 {digest}, expected {file['sha256']}; fetch or convert again")
+                problems.append(
+                    f"{path / file['path']}: sha256 {digest}, expected {file['sha256']}; fetch or convert again"
+                )
     if problems:
         raise ArtifactError(problems)
 

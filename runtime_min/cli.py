@@ -42,18 +42,39 @@ def main() -> None:
 
 
 def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed([
-        click.option("--device", type=click.Choice(["cpu", "cuda"]), default=None, help="[default: cuda if there are enough GPUs]"),
-        click.option("--dtype", type=click.Choice(list(DTYPES)), default=None, help="[default: bfloat16 on cuda, float32 on cpu]"),
-        click.option("--ops", type=click.Choice(["ref", "triton"]), default=None, help="[default: triton on cuda, ref on cpu]"),
-        click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
-        click.option("--no-verify", is_flag=True, help="Do not check this rank's files by sha256 before loading them."),
-    ]):
+    for option in reversed(
+        [
+            click.option(
+                "--device",
+                type=click.Choice(["cpu", "cuda"]),
+                default=None,
+                help="[default: cuda if there are enough GPUs]",
+            ),
+            click.option(
+                "--dtype",
+                type=click.Choice(list(DTYPES)),
+                default=None,
+                help="[default: bfloat16 on cuda, float32 on cpu]",
+            ),
+            click.option(
+                "--ops",
+                type=click.Choice(["ref", "triton"]),
+                default=None,
+                help="[default: triton on cuda, ref on cpu]",
+            ),
+            click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
+            click.option(
+                "--no-verify", is_flag=True, help="Do not check this rank's files by sha256 before loading them."
+            ),
+        ]
+    ):
         command = option(command)
     return command
 
 
-def chosen(artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool) -> Run:
+def chosen(
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool
+) -> Run:
     return Run(artifact=artifact, device=device, dtype=dtype, ops=ops, inner_eps=inner_eps, verify=not no_verify)
 
 
@@ -68,8 +89,12 @@ def under_torchrun() -> tuple[int, int] | None:
 @click.argument("artifact", type=click.Path(path_type=Path))
 @run_options
 @click.option("--prompt", default=None, help="One user message.")
-@click.option("--messages", type=click.Path(path_type=Path, exists=True, dir_okay=False), default=None,
-              help="JSON file: a list of messages, or an object with messages, tools, thinking, preserve_thinking.")
+@click.option(
+    "--messages",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    default=None,
+    help="JSON file: a list of messages, or an object with messages, tools, thinking, preserve_thinking.",
+)
 @click.option("--ids", default=None, help="Token ids, comma-separated; needs no tokenizer.")
 @click.option("--instant", is_flag=True, help="Answer without thinking first.")
 @click.option("--max-tokens", type=click.IntRange(1), default=128)
@@ -79,9 +104,22 @@ def under_torchrun() -> tuple[int, int] | None:
 @click.option("--seed", type=int, default=0)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end instead of streamed text.")
 def generate(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
-    prompt: str | None, messages: Path | None, ids: str | None, instant: bool, max_tokens: int, temperature: float,
-    top_p: float, top_k: int, seed: int, as_json: bool,
+    artifact: Path,
+    device: str | None,
+    dtype: str | None,
+    ops: str | None,
+    inner_eps: float,
+    no_verify: bool,
+    prompt: str | None,
+    messages: Path | None,
+    ids: str | None,
+    instant: bool,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    top_k: int,
+    seed: int,
+    as_json: bool,
 ) -> None:
     """Generate from a prompt, a conversation, or token ids; text streams to stdout."""
     if sum(x is not None for x in (prompt, messages, ids)) != 1:
@@ -91,8 +129,16 @@ def generate(
     except ValueError as e:
         raise click.UsageError(f"--ids: {e}; expected comma-separated integers") from e
     wanted = Generation(
-        prompt=prompt, messages=messages, ids=numbers, thinking=not instant, tokens=max_tokens, temperature=temperature,
-        top_p=top_p, top_k=top_k, seed=seed, stream=not as_json,
+        prompt=prompt,
+        messages=messages,
+        ids=numbers,
+        thinking=not instant,
+        tokens=max_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        top_k=top_k,
+        seed=seed,
+        stream=not as_json,
     )
     run = chosen(artifact, device, dtype, ops, inner_eps, no_verify)
     result = launch(run, generate_task, wanted, under_torchrun())
@@ -103,12 +149,23 @@ def generate(
 @main.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @run_options
-@click.option("--input", "source", type=click.Path(path_type=Path), required=True, help="safetensors with `ids` [B, T] int64.")
-@click.option("--output", type=click.Path(path_type=Path), required=True, help="safetensors with `logits` [B, T, V] float32.")
+@click.option(
+    "--input", "source", type=click.Path(path_type=Path), required=True, help="safetensors with `ids` [B, T] int64."
+)
+@click.option(
+    "--output", type=click.Path(path_type=Path), required=True, help="safetensors with `logits` [B, T, V] float32."
+)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
 def score(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
-    source: Path, output: Path, as_json: bool,
+    artifact: Path,
+    device: str | None,
+    dtype: str | None,
+    ops: str | None,
+    inner_eps: float,
+    no_verify: bool,
+    source: Path,
+    output: Path,
+    as_json: bool,
 ) -> None:
     """Write the logits of every position of given token ids: how anyone checks parity."""
     run = chosen(artifact, device, dtype, ops, inner_eps, no_verify)

@@ -27,7 +27,13 @@ def check_ids(ids: list[int], vocab: int, what: str) -> None:
 
 
 def generate(
-    model: Decoder, prompt: list[int], *, tokens: int, sampling: Sampling, seed: int = 0, stops: frozenset[int] = frozenset(),
+    model: Decoder,
+    prompt: list[int],
+    *,
+    tokens: int,
+    sampling: Sampling,
+    seed: int = 0,
+    stops: frozenset[int] = frozenset(),
     chunk: int = CHUNK,
 ) -> Iterator[int]:
     """Up to `tokens` ids after `prompt`, one at a time; a stop id ends it and is given too.
@@ -65,5 +71,7 @@ def score(model: Decoder, ids: Tensor, chunk: int = CHUNK) -> Tensor:
         cache, sequence = model.cache(length), Sequence()
         for start in range(0, length, chunk):
             part = ids[row, start : start + chunk].tolist()
-            out[row, start : start + len(part)] = model.forward(batch(cache, [(sequence, part)], every=True), cache).float()
+            out[row, start : start + len(part)] = model.forward(
+                batch(cache, [(sequence, part)], every=True), cache
+            ).float()
     return out

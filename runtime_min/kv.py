@@ -26,7 +26,13 @@ class LatentCache:
     """rows: [layers, pages * page_tokens, kv_a]; a row is the normed latent, then the rotated key."""
 
     def __init__(
-        self, layers: int, tokens: int, width: int, dtype: torch.dtype, device: torch.device, page_tokens: int = PAGE_TOKENS
+        self,
+        layers: int,
+        tokens: int,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        page_tokens: int = PAGE_TOKENS,
     ) -> None:
         self.page_tokens = page_tokens
         self.pages = -(-tokens // page_tokens)
@@ -93,8 +99,12 @@ def batch(cache: LatentCache, work: list[tuple[Sequence, list[int]]], every: boo
         return torch.tensor(values, dtype=torch.int64, device=device)
 
     return Batch(
-        ids=long([i for _, ids in work for i in ids]), positions=long(positions), slots=long(slots), last=long(last),
+        ids=long([i for _, ids in work for i in ids]),
+        positions=long(positions),
+        slots=long(slots),
+        last=long(last),
         cu_q=torch.tensor(cu_q, dtype=torch.int32, device=device),
         lengths=torch.tensor([s.length for s, _ in work], dtype=torch.int32, device=device),
-        pages=torch.tensor(pages, dtype=torch.int32, device=device), longest=max(len(ids) for _, ids in work),
+        pages=torch.tensor(pages, dtype=torch.int32, device=device),
+        longest=max(len(ids) for _, ids in work),
     )

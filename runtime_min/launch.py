@@ -57,7 +57,9 @@ def settings(run: Run, rank: int, world: int) -> tuple[Settings, Ops]:
         if not INTERPRET:
             raise DeviceError("--ops triton needs a GPU, or TRITON_INTERPRET=1 for Triton's slow CPU interpreter")
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    return Settings(dtype=DTYPES[dtype], device=device, inner_eps=run.inner_eps), triton_ops(Jit()) if ops == "triton" else REF
+    return Settings(dtype=DTYPES[dtype], device=device, inner_eps=run.inner_eps), triton_ops(
+        Jit()
+    ) if ops == "triton" else REF
 
 
 def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: str | None) -> Any:
@@ -102,7 +104,11 @@ def launch(run: Run, task: Task, argument: Any, under_torchrun: tuple[int, int] 
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
         context = mp.start_processes(
-            _child, (run, task, argument, world, f"file://{folder}/store", results), nprocs=world, join=False, start_method="spawn"
+            _child,
+            (run, task, argument, world, f"file://{folder}/store", results),
+            nprocs=world,
+            join=False,
+            start_method="spawn",
         )
         assert context is not None
         got: dict[int, Any] = {}

@@ -64,8 +64,8 @@ def check(mesh: Mesh, rank: int, world: int) -> None:
         )
     if mesh.tp != mesh.world:
         raise RanksError(
-            f"rank {rank}: the artifact has tp {mesh.tp} below world {mesh.world}, groups that serve different requests; "
-            f"that cannot be run yet, convert it again with --tp {mesh.world}"
+            f"rank {rank}: the artifact has tp {mesh.tp} below world {mesh.world}, groups that serve different "
+            f"requests; that cannot be run yet, convert it again with --tp {mesh.world}"
         )
 
 

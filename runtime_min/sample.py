@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """temperature 0 is greedy. top_p keeps the smallest set of tokens with at least that mass, top_k that many; 0 is off."""
+    """temperature 0 is greedy. top_p keeps the smallest set of tokens with at least that mass; top_k that many, 0 all."""
 
     temperature: float = 0.0
     top_p: float = 1.0
@@ -23,7 +23,7 @@ def probabilities(logits: Tensor, s: Sampling) -> Tensor:
         scaled = scaled.masked_fill(scaled < floor, float("-inf"))
     p = scaled.softmax(-1)
     if s.top_p < 1.0:
-        ordered, order = p.sort(-1, descending=True, stable=True)
+        ordered, order = torch.sort(p, dim=-1, descending=True, stable=True)
         # A token stays if the mass before it has not reached top_p: the most likely one always does.
         keep = (ordered.cumsum(-1) - ordered) < s.top_p
         p = torch.zeros_like(p).scatter(-1, order, ordered * keep)

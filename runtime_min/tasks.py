@@ -13,7 +13,7 @@ from runtime_min.artifact import Artifact
 from runtime_min.generate import PromptError, generate, score
 from runtime_min.models.decoder import Decoder
 from runtime_min.sample import Sampling
-from runtime_min.text import Stream, Tokenizer, encode_chat
+from runtime_min.text import ChatTemplate, Stream, Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,9 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
     """Rank 0: ids, text (if there is a tokenizer), finish reason and the prompt's length; None elsewhere."""
     tokenizer = Tokenizer.open(artifact.path) if (artifact.path / "tiktoken.model").exists() else None
     prompt = prompt_ids(wanted, tokenizer, artifact)
-    stops = tokenizer.stop_ids if tokenizer is not None else frozenset(i for i in artifact.config.ids.eos if i is not None)
+    stops = (
+        tokenizer.stop_ids if tokenizer is not None else frozenset(i for i in artifact.config.ids.eos if i is not None)
+    )
     sampling = Sampling(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
     speaks = model.ranks.rank == 0
     stream = Stream(tokenizer) if tokenizer is not None else None
@@ -60,7 +62,12 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
         sys.stdout.write(rest + "\n")
         sys.stdout.flush()
     finish = "stop" if ids and ids[-1] in stops else "length"
-    facts = {"ids": ids, "text": text + rest if stream is not None else None, "finish_reason": finish, "prompt_tokens": len(prompt)}
+    facts = {
+        "ids": ids,
+        "text": text + rest if stream is not None else None,
+        "finish_reason": finish,
+        "prompt_tokens": len(prompt),
+    }
     return facts if speaks else None
 
 
@@ -81,9 +88,14 @@ def prompt_ids(wanted: Generation, tokenizer: Tokenizer | None, artifact: Artifa
     options = {"messages": chat} if isinstance(chat, list) else dict(chat)
     unknown = sorted(set(options) - {"messages", "tools", "thinking", "preserve_thinking"})
     if unknown or not isinstance(options.get("messages"), list):
-        raise PromptError(f"{wanted.messages}: expected messages, tools, thinking, preserve_thinking; found {sorted(options)}")
-    return encode_chat(
-        tokenizer, options["messages"], tools=options.get("tools"), thinking=bool(options.get("thinking", wanted.thinking)),
+        raise PromptError(
+            f"{wanted.messages}: expected messages, tools, thinking, preserve_thinking; found {sorted(options)}"
+        )
+    return ChatTemplate.open(artifact.path).encode_chat(
+        tokenizer,
+        options["messages"],
+        options.get("tools"),
+        thinking=bool(options.get("thinking", wanted.thinking)),
         preserve_thinking=bool(options.get("preserve_thinking", False)),
     )
 

@@ -9,8 +9,12 @@ from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_in
 from safetensors.torch import load_file, save_file
 
 VISION_NAMES = {
-    "vt_hidden_size": "hidden_size", "vt_intermediate_size": "intermediate_size", "vt_num_attention_heads": "num_attention_heads",
-    "vt_num_hidden_layers": "num_hidden_layers", "init_pos_emb_height": "pos_emb_height", "init_pos_emb_width": "pos_emb_width",
+    "vt_hidden_size": "hidden_size",
+    "vt_intermediate_size": "intermediate_size",
+    "vt_num_attention_heads": "num_attention_heads",
+    "vt_num_hidden_layers": "num_hidden_layers",
+    "init_pos_emb_height": "pos_emb_height",
+    "init_pos_emb_width": "pos_emb_width",
     "init_pos_emb_time": "pos_emb_time",
 }
 
@@ -36,7 +40,9 @@ def dequantized(model: Path, out: Path) -> Path:
     config.pop("auto_map")
     config["text_config"].pop("auto_map")
     vision = config["vision_config"]
-    config["vision_config"] = {VISION_NAMES.get(k, k): v for k, v in vision.items() if k not in ("_attn_implementation",)}
+    config["vision_config"] = {
+        VISION_NAMES.get(k, k): v for k, v in vision.items() if k not in ("_attn_implementation",)
+    }
     config["projection_hidden_size"] = vision["mm_hidden_size"]
     config["image_token_id"] = config["media_placeholder_token_id"]
     for block in (config, config["text_config"]):

@@ -365,7 +365,7 @@ print(peak_now() - before)
 
 
 def test_memory_in_flight_is_bounded_whatever_the_size_of_the_source(tmp_path: Path) -> None:
-    """520 MB of experts through pieces of 8 MiB: a child's peak grows by the budget and some slack, not by the source."""
+    """520 MB of experts through pieces of 8 MiB: a child's peak grows by the budget and some slack."""
     wide = replace(TINY, hidden=2048, moe_ff=1024, experts=72, layers=3, weights="filler")
     write_demo(tmp_path / "model", wide)
     size = sum(p.stat().st_size for p in (tmp_path / "model").glob("*.safetensors"))

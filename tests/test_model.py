@@ -28,8 +28,21 @@ ROOT = Path(__file__).parent.parent
 BOUND = 2e-4
 # Another head count, odd ranks, one dense layer more, experts that are no power of two.
 OTHER = replace(
-    TINY, hidden=192, layers=4, dense_layers=2, heads=4, q_lora=96, kv_lora=96, qk_nope=48, qk_rope=16, v_head=40, dense_ff=320,
-    experts=12, top_k=3, moe_ff=128, shared_experts=2,
+    TINY,
+    hidden=192,
+    layers=4,
+    dense_layers=2,
+    heads=4,
+    q_lora=96,
+    kv_lora=96,
+    qk_nope=48,
+    qk_rope=16,
+    v_head=40,
+    dense_ff=320,
+    experts=12,
+    top_k=3,
+    moe_ff=128,
+    shared_experts=2,
 )
 
 
@@ -39,7 +52,9 @@ def ids_for(geometry: Geometry, rows: int, length: int) -> Tensor:
 
 def decoder(out: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     artifact = Artifact.open(out)
-    return Decoder(artifact, REF, Ranks(0, artifact.mesh), Settings(dtype=dtype, device=torch.device("cpu"), positions=4096))
+    return Decoder(
+        artifact, REF, Ranks(0, artifact.mesh), Settings(dtype=dtype, device=torch.device("cpu"), positions=4096)
+    )
 
 
 @pytest.fixture(scope="module", params=["tiny", "other"])
@@ -67,7 +82,9 @@ def test_greedy_tokens_equal_transformers(pair: tuple[Any, Path, Geometry]) -> N
     prompt = ids_for(geometry, 1, 70)
     with torch.no_grad():
         model.generation_config.eos_token_id = None
-        want = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False)[0, 70:]
+        want = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False)[
+            0, 70:
+        ]
     got = list(generate(decoder(out), prompt[0].tolist(), tokens=32, sampling=Sampling()))
     assert got == want.tolist()
 
@@ -82,7 +99,9 @@ def test_decode_chunks_and_batches_equal_one_long_prefill(pair: tuple[Any, Path,
         assert (score(model, ids, chunk=chunk) - whole).abs().max() <= 1e-6
     cache, rows = model.cache(400), [Sequence() for _ in range(3)]
     lengths = [40, 3, 77]
-    first = model.forward(batch(cache, [(s, ids[i, :n].tolist()) for i, (s, n) in enumerate(zip(rows, lengths, strict=True))]), cache)
+    first = model.forward(
+        batch(cache, [(s, ids[i, :n].tolist()) for i, (s, n) in enumerate(zip(rows, lengths, strict=True))]), cache
+    )
     step = model.forward(batch(cache, [(rows[2], [int(ids[2, 77])]), (rows[0], ids[0, 40:60].tolist())]), cache)
     for i, n in enumerate(lengths):
         assert (first[i].float() - whole[i, n - 1]).abs().max() <= 1e-6
@@ -100,9 +119,12 @@ def test_inner_epsilon_is_a_parameter(pair: tuple[Any, Path, Geometry]) -> None:
 
 
 MESHES = [
-    {"world": 2, "tp": 2}, {"world": 2, "tp": 2, "ep": 2},
-    pytest.param({"world": 4, "tp": 4, "ep": 2}, marks=pytest.mark.slow), pytest.param({"world": 4, "tp": 4}, marks=pytest.mark.slow),
-    pytest.param({"world": 8, "tp": 8}, marks=pytest.mark.slow), pytest.param({"world": 8, "tp": 8, "ep": 8}, marks=pytest.mark.slow),
+    {"world": 2, "tp": 2},
+    {"world": 2, "tp": 2, "ep": 2},
+    pytest.param({"world": 4, "tp": 4, "ep": 2}, marks=pytest.mark.slow),
+    pytest.param({"world": 4, "tp": 4}, marks=pytest.mark.slow),
+    pytest.param({"world": 8, "tp": 8}, marks=pytest.mark.slow),
+    pytest.param({"world": 8, "tp": 8, "ep": 8}, marks=pytest.mark.slow),
     pytest.param({"world": 8, "tp": 8, "ep": 4}, marks=pytest.mark.slow),
 ]
 
@@ -123,10 +145,14 @@ def want(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Te
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-def test_every_mesh_gives_the_logits_of_transformers(demo: Path, tmp_path: Path, want: tuple[Path, Tensor], mesh: dict[str, int]) -> None:
+def test_every_mesh_gives_the_logits_of_transformers(
+    demo: Path, tmp_path: Path, want: tuple[Path, Tensor], mesh: dict[str, int]
+) -> None:
     converted(demo, tmp_path / "artifact", **mesh)
     source, logits = want
-    done = kiln_run("score", tmp_path / "artifact", "--device", "cpu", "--input", source, "--output", tmp_path / "out.safetensors")
+    done = kiln_run(
+        "score", tmp_path / "artifact", "--device", "cpu", "--input", source, "--output", tmp_path / "out.safetensors"
+    )
     assert done.returncode == 0, done.stderr
     assert (load_file(tmp_path / "out.safetensors")["logits"] - logits).abs().max() <= BOUND
 
@@ -135,8 +161,22 @@ def test_torchrun_starts_the_ranks_too(demo: Path, tmp_path: Path, want: tuple[P
     converted(demo, tmp_path / "artifact", world=2, tp=2, ep=2)
     source, logits = want
     command = [
-        sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "-m", "runtime_min", "score",
-        str(tmp_path / "artifact"), "--device", "cpu", "--input", str(source), "--output", str(tmp_path / "out.safetensors"),
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--standalone",
+        "-m",
+        "runtime_min",
+        "score",
+        str(tmp_path / "artifact"),
+        "--device",
+        "cpu",
+        "--input",
+        str(source),
+        "--output",
+        str(tmp_path / "out.safetensors"),
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

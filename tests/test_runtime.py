@@ -65,7 +65,11 @@ def test_an_unknown_layout_is_refused(sealed: Path, tmp_path: Path) -> None:
     artifact = copied(sealed, tmp_path / "a")
     index = artifact / "weights/rank-00/index.json"
     index.write_text(index.read_text().replace("int4_tile.v1", "int4_tile.v9"))
-    body = {k: v for k, v in json.loads((artifact / "manifest.json").read_text()).items() if k not in ("format", "version", "digest")}
+    body = {
+        k: v
+        for k, v in json.loads((artifact / "manifest.json").read_text()).items()
+        if k not in ("format", "version", "digest")
+    }
     for file in body["files"]:
         if file["path"] == "weights/rank-00/index.json":
             file |= {"size": index.stat().st_size, "sha256": hashlib.sha256(index.read_bytes()).hexdigest()}
@@ -84,19 +88,28 @@ def test_wrong_worlds_and_ranks(sealed: Path, demo: Path, tmp_path: Path) -> Non
     assert result.exit_code == 1 and "tp 2 below world 4" in result.stderr and "cannot be run yet" in result.stderr
 
 
-@pytest.mark.parametrize(("args", "code", "said"), [
-    (("generate", "/nowhere", "--ids", "1"), 1, "no finished artifact"),
-    (("generate", "A", "--ids", "1,x"), 2, "expected comma-separated integers"),
-    (("generate", "A", "--ids", "99999"), 1, "id 99999 is outside the vocabulary 0..767"),
-    (("generate", "A"), 2, "exactly one of"),
-    (("generate", "A", "--ids", "1", "--prompt", "x"), 2, "exactly one of"),
-    (("generate", "A", "--ids", "1", "--dtype", "float64", "--ops", "triton"), 1, "float64 exists for the reference ops only"),
-    (("generate", "A", "--ids", "1", "--max-tokens", "300000"), 1, "exceed the context of 262144"),
-    (("generate", "A", "--ids", "1", "--top-p", "0"), 2, "not in the range"),
-    (("score", "A", "--input", "/nowhere", "--output", "o"), 1, "cannot be read"),
-])
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (("generate", "/nowhere", "--ids", "1"), 1, "no finished artifact"),
+        (("generate", "A", "--ids", "1,x"), 2, "expected comma-separated integers"),
+        (("generate", "A", "--ids", "99999"), 1, "id 99999 is outside the vocabulary 0..767"),
+        (("generate", "A"), 2, "exactly one of"),
+        (("generate", "A", "--ids", "1", "--prompt", "x"), 2, "exactly one of"),
+        (
+            ("generate", "A", "--ids", "1", "--dtype", "float64", "--ops", "triton"),
+            1,
+            "float64 exists for the reference ops only",
+        ),
+        (("generate", "A", "--ids", "1", "--max-tokens", "300000"), 1, "exceed the context of 262144"),
+        (("generate", "A", "--ids", "1", "--top-p", "0"), 2, "not in the range"),
+        (("score", "A", "--input", "/nowhere", "--output", "o"), 1, "cannot be read"),
+    ],
+)
 def test_wrong_input_and_usage(sealed: Path, args: tuple[str, ...], code: int, said: str) -> None:
-    result = run(*(str(sealed) if a == "A" else a for a in args), *(() if args[0] != "generate" else ("--device", "cpu")))
+    result = run(
+        *(str(sealed) if a == "A" else a for a in args), *(() if args[0] != "generate" else ("--device", "cpu"))
+    )
     assert result.exit_code == code and said in result.stderr
 
 
@@ -117,7 +130,9 @@ def test_ids_work_without_a_tokenizer(demo: Path, tmp_path: Path) -> None:
     model = copied(demo, tmp_path / "model")
     (model / "tiktoken.model").unlink()
     converted(model, tmp_path / "out")
-    facts = json.loads(run("generate", tmp_path / "out", "--device", "cpu", "--ids", "5,6,7", "--max-tokens", 3, "--json").stdout)
+    facts = json.loads(
+        run("generate", tmp_path / "out", "--device", "cpu", "--ids", "5,6,7", "--max-tokens", 3, "--json").stdout
+    )
     assert len(facts["ids"]) == 3 and facts["text"] is None
     result = run("generate", tmp_path / "out", "--device", "cpu", "--prompt", "x")
     assert result.exit_code == 1 and "use --ids" in result.stderr
@@ -137,7 +152,9 @@ def test_the_cache_refuses_what_it_cannot_hold_and_gives_pages_back() -> None:
     cache = LatentCache(1, 200, 8, torch.float32, torch.device("cpu"), page_tokens=64)
     one, two = Sequence(), Sequence()
     batch(cache, [(one, list(range(100))), (two, [1])])
-    with pytest.raises(CacheError, match="1 more pages of 64 tokens are needed, 1 of 4" if len(cache.free) < 1 else "pages"):
+    with pytest.raises(
+        CacheError, match="1 more pages of 64 tokens are needed, 1 of 4" if len(cache.free) < 1 else "pages"
+    ):
         batch(cache, [(two, list(range(200)))])
     cache.release(one)
     cache.release(two)

@@ -44,9 +44,11 @@ class Attention:
     def __call__(self, x: Tensor, batch: Batch, cache: LatentCache) -> Tensor:
         """x [T, hidden] -> this rank's share of the output [T, hidden]."""
         m, d, ops = self.model, self.model.dims, self.model.ops
-        q_a, latent, k_pe = (x @ self.qkv_a.T).split([d.q_lora, d.kv_lora, d.qk_rope], -1)
+        q_a, latent, k_pe = torch.split(x @ self.qkv_a.T, [d.q_lora, d.kv_lora, d.qk_rope], -1)
         q = ops.rmsnorm(q_a.contiguous(), self.q_a_norm, m.settings.inner_eps) @ self.q_b.T
-        q_nope, q_pe = q.view(-1, self.heads, d.qk_head).split([d.qk_nope, d.qk_rope], -1)  # [T, H, nope], [T, H, rope]
+        q_nope, q_pe = torch.split(
+            q.view(-1, self.heads, d.qk_head), [d.qk_nope, d.qk_rope], -1
+        )  # [T, H, nope], [T, H, rope]
         latent = ops.rmsnorm(latent.contiguous(), self.kv_a_norm, m.settings.inner_eps)
         rows = cache.rows[self.layer]
         q_pe = ops.rope_cache(
@@ -84,7 +86,8 @@ class Experts:
         self.shared = Dense(weights, f"{name}.shared", model.ops)
         self.first = cut(d.experts, ranks.mesh.ep, ranks.mesh.index("ep", ranks.rank))[0]
         self.shape = MoeShape(
-            hidden=d.hidden, width=d.moe_ff // ranks.mesh.etp,
+            hidden=d.hidden,
+            width=d.moe_ff // ranks.mesh.etp,
             gate_up=(self.gate_up.parameters["tile_n"], self.gate_up.parameters["tile_k"]),
             down=(self.down.parameters["tile_n"], self.down.parameters["tile_k"]),
         )

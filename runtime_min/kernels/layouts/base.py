@@ -43,6 +43,12 @@ class Int4Groups:
     def shape(self) -> tuple[int, int]:
         return self.words.shape[0], self.words.shape[1] * 8
 
+    def dequantized(self) -> Tensor:
+        """[N, K] float32: codes times scales, exact."""
+        nibbles = self.words[..., None] >> torch.arange(0, 32, 4, dtype=torch.int32, device=self.words.device)
+        codes = ((nibbles & 15) - 8).view(*self.scales.shape, GROUP)
+        return (codes * self.scales[..., None].float()).view(self.shape)
+
     def cut(self, axis: int, low: int, high: int) -> Int4Groups:
         """Rows (axis 0) or inputs (axis 1) low..high; inputs in whole groups."""
         if axis == 0:

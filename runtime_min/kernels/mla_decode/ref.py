@@ -13,7 +13,14 @@ def gather(rows: Tensor, pages: Tensor, length: int, page_tokens: int) -> Tensor
 
 
 def mla_decode(
-    q_lat: Tensor, q_pe: Tensor, rows: Tensor, pages: Tensor, cu_q: Tensor, lengths: Tensor, page_tokens: int, scale: float
+    q_lat: Tensor,
+    q_pe: Tensor,
+    rows: Tensor,
+    pages: Tensor,
+    cu_q: Tensor,
+    lengths: Tensor,
+    page_tokens: int,
+    scale: float,
 ) -> Tensor:
     """Output in the latent space [T, H, L].
 
@@ -27,7 +34,10 @@ def mla_decode(
         keys = gather(rows, pages[b], length, page_tokens).to(wide(q_lat))
         q = torch.cat([q_lat[low:high], q_pe[low:high]], -1).to(keys.dtype)
         scores = torch.einsum("qhd,kd->hqk", q, keys) * scale
-        seen = torch.arange(length, device=q.device) <= torch.arange(length - (high - low), length, device=q.device)[:, None]
+        seen = (
+            torch.arange(length, device=q.device)
+            <= torch.arange(length - (high - low), length, device=q.device)[:, None]
+        )
         p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[low:high] = torch.einsum("hqk,kd->qhd", p, keys[:, :latent]).to(out.dtype)
     return out

@@ -8,8 +8,16 @@ from runtime_min.kernels.wide import wide
 
 
 def mla_prefill(
-    q_nope: Tensor, q_pe: Tensor, w_uk: Tensor, w_uv: Tensor, rows: Tensor, pages: Tensor, cu_q: Tensor, lengths: Tensor,
-    page_tokens: int, scale: float,
+    q_nope: Tensor,
+    q_pe: Tensor,
+    w_uk: Tensor,
+    w_uv: Tensor,
+    rows: Tensor,
+    pages: Tensor,
+    cu_q: Tensor,
+    lengths: Tensor,
+    page_tokens: int,
+    scale: float,
 ) -> Tensor:
     """Output [T, H, V].
 
@@ -25,7 +33,10 @@ def mla_prefill(
         keys, values = (torch.einsum("kl,hdl->khd", cached[:, :latent], u) for u in (uk, uv))
         scores = torch.einsum("qhd,khd->hqk", q_nope[low:high].to(dtype), keys)
         scores = (scores + torch.einsum("qhd,kd->hqk", q_pe[low:high].to(dtype), cached[:, latent:])) * scale
-        seen = torch.arange(length, device=out.device) <= torch.arange(length - (high - low), length, device=out.device)[:, None]
+        seen = (
+            torch.arange(length, device=out.device)
+            <= torch.arange(length - (high - low), length, device=out.device)[:, None]
+        )
         p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[low:high] = torch.einsum("hqk,khd->qhd", p, values).to(out.dtype)
     return out

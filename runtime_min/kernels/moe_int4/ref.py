@@ -22,9 +22,7 @@ class MoeShape:
     down: tuple[int, int]
 
 
-def moe_int4(
-    x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, first: int, shape: MoeShape
-) -> Tensor:
+def moe_int4(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, first: int, shape: MoeShape) -> Tensor:
     """Weighted sum [T, hidden] over the chosen experts that are here, in x's dtype.
 
     x [T, hidden]; gate_up and down [experts here, slot words] int32 hold experts first, first + 1, ...; experts that
