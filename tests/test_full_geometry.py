@@ -1,7 +1,7 @@
 """Two layers of the full geometry, one of them with 384 experts, at TP 8 and EP 8 on one GPU, all ranks together.
 
-Needs 60 GB of disk or /dev/shm and 110 GB on the GPU. The oracle is transformers' decoder with the experts dequantized in
-FP32 straight from the checkpoint, and the same decoder in bf16 tells which error is fair.
+Needs 60 GB of disk or /dev/shm and 110 GB on the GPU. The oracle is transformers' decoder with the experts dequantized
+in FP32 straight from the checkpoint, and the same decoder in bf16 tells which error is fair.
 """
 
 import gc
