@@ -20,3 +20,13 @@ def dot(a, b, acc):
     if INTERPRET:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     return tl.dot(a, b, acc, input_precision="ieee")
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):
+    """fp32 x to `dtype`, to nearest even; the interpreter would cut bf16 off."""
+    if INTERPRET and dtype == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+        return bits.to(tl.float32, bitcast=True).to(tl.bfloat16)
+    return x.to(dtype)

@@ -1,0 +1,48 @@
+"""Routing: one program a token."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.moe_route.ref import Routing
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    warps: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A choice of top_k from `experts`."""
+
+    op: ClassVar[str] = "moe_route"
+    experts: int
+    top_k: int
+
+    def default(self) -> Config:
+        return Config(warps=1 if self.experts <= 512 else 4)
+
+    def candidates(self) -> list[Config]:
+        return [Config(warps) for warps in (1, 2, 4)]
+
+
+def route(kernels: Kernels, logits: Tensor, bias: Tensor, top_k: int, scale: float) -> Routing:
+    tokens, experts = logits.shape
+    ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
+    weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
+    if tokens:
+        if logits.dtype != torch.float32 or not logits.is_contiguous():
+            raise ValueError(
+                f"route: {logits.dtype} logits with strides {logits.stride()}, expected contiguous float32"
+            )
+        config = kernels.pick(Problem(experts, top_k))
+        constants = {"E": experts, "BLOCK": 1 << (experts - 1).bit_length(), "TOP_K": top_k}
+        args = (logits, bias, ids, weights, scale)
+        kernels.run(
+            Launch(kernel="moe_route.choose", grid=(tokens, 1, 1), args=args, constants=constants, warps=config.warps)
+        )
+    return Routing(ids, weights)
