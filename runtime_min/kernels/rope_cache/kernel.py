@@ -32,7 +32,7 @@ def rows(
         n = tl.arange(0, BL)
         tl.store(row + n, tl.load(LATENT + t * latent_row + n, mask=n < L), mask=n < L)
         k = KEY + t * k_row + 2 * i
-        even = tl.load(k, mask=i < R, other=0.0).to(tl.float32)
-        odd = tl.load(k + 1, mask=i < R, other=0.0).to(tl.float32)
-        tl.store(row + L + 2 * i, rounded(even * cos - odd * sin, dtype), mask=i < R)
-        tl.store(row + L + 2 * i + 1, rounded(odd * cos + even * sin, dtype), mask=i < R)
+        k_even = tl.load(k, mask=i < R, other=0.0).to(tl.float32)
+        k_odd = tl.load(k + 1, mask=i < R, other=0.0).to(tl.float32)
+        tl.store(row + L + 2 * i, rounded(k_even * cos - k_odd * sin, dtype), mask=i < R)
+        tl.store(row + L + 2 * i + 1, rounded(k_odd * cos + k_even * sin, dtype), mask=i < R)

@@ -1,0 +1,99 @@
+"""Attention of few query tokens over the paged latent cache: split along the context, then combined.
+
+Keys are the M side of both products: a page of latent rows is loaded once and serves as keys and as values, and a
+handful of query rows (token and head) wastes nothing. A program takes one sequence, one share of its pages, one block
+of rows.
+"""
+
+# mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+import triton
+import triton.language as tl
+
+from runtime_min.kernels.compat import dot, rounded
+
+
+@triton.jit(do_not_specialize=["pages_row", "splits", "scale", "tokens"])
+def split(
+    Q_LAT, Q_PE, ROWS, PAGES, CU_Q, LENGTHS, OUT, STATE, pages_row, splits, scale, tokens,
+    H: tl.constexpr, L: tl.constexpr, BL: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, P: tl.constexpr,
+    BLOCK: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Grid: sequences, splits, blocks of BLOCK rows. scale is in units of log 2.
+
+    ALONE: OUT [T, H, L] is the result. Else OUT fp32 [splits, T, H, L] holds sums of weights times values, and STATE
+    fp32 [splits, T, H, 2] the largest score and the sum of weights.
+    """
+    b, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    first = tl.load(CU_Q + b)
+    count = tl.load(CU_Q + b + 1) - first
+    if block * BLOCK >= count * H:
+        return
+    length = tl.load(LENGTHS + b)
+    pages = tl.cdiv(length, P)
+    each = tl.cdiv(pages, splits)
+    low = share * each
+    high = tl.minimum(low + each, pages)
+    r = block * BLOCK + tl.arange(0, BLOCK)
+    ok = r < count * H
+    row = first.to(tl.int64) * H + r
+    n, k, token = tl.arange(0, BL), tl.arange(0, BR), tl.arange(0, P)
+    q_lat = tl.load(Q_LAT + row[None, :] * L + n[:, None], mask=ok[None, :] & (n < L)[:, None], other=0.0)
+    q_pe = tl.load(Q_PE + row[None, :] * R + k[:, None], mask=ok[None, :] & (k < R)[:, None], other=0.0)
+    limit = length - count + 1 + r // H
+    best = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BL, BLOCK], tl.float32)
+    for p in tl.range(low, high, num_stages=STAGES):
+        base = ROWS + tl.load(PAGES + b * pages_row + p).to(tl.int64) * (P * (L + R))
+        place = base + token[:, None] * (L + R)
+        # What lies beyond the length belongs to nobody and may be anything, NaN too.
+        there = (p * P + token < length)[:, None]
+        if BL == L and BR == R:
+            latent = tl.load(place + n[None, :], mask=there, other=0.0)
+            rope = tl.load(place + L + k[None, :], mask=there, other=0.0)
+        else:
+            latent = tl.load(place + n[None, :], mask=there & (n < L)[None, :], other=0.0)
+            rope = tl.load(place + L + k[None, :], mask=there & (k < R)[None, :], other=0.0)
+        scores = dot(latent, q_lat, tl.zeros([P, BLOCK], tl.float32))
+        scores = dot(rope, q_pe, scores) * scale
+        scores = tl.where((p * P + token)[:, None] < limit[None, :], scores, -1e30)
+        new = tl.maximum(best, tl.max(scores, 0))
+        weights = tl.where(scores > -1e29, tl.exp2(scores - new[None, :]), 0.0)
+        fade = tl.exp2(best - new)
+        total = total * fade + tl.sum(weights, 0)
+        acc = dot(tl.trans(latent), rounded(weights, latent.dtype), acc * fade[None, :])
+        best = new
+    seen = ok[None, :] & (n < L)[:, None]
+    if ALONE:
+        acc = acc / tl.where(total > 0, total, 1.0)[None, :]
+        tl.store(OUT + row[None, :] * L + n[:, None], rounded(acc, OUT.dtype.element_ty), mask=seen)
+    else:
+        at = share.to(tl.int64) * tokens * H + row
+        tl.store(STATE + 2 * at, best, mask=ok)
+        tl.store(STATE + 2 * at + 1, total, mask=ok)
+        if low < high:
+            tl.store(OUT + at[None, :] * L + n[:, None], acc, mask=seen)
+
+
+@triton.jit(do_not_specialize=["splits", "tokens"])
+def combine(PARTS, STATE, OUT, splits, tokens, H: tl.constexpr, L: tl.constexpr, BL: tl.constexpr):
+    """OUT [T, H, L] from what `split` left, in the order of the context. Grid: tokens times heads."""
+    row = tl.program_id(0).to(tl.int64)
+    n = tl.arange(0, BL)
+    best = tl.full([], -1e30, tl.float32)
+    total = tl.zeros([], tl.float32)
+    acc = tl.zeros([BL], tl.float32)
+    at = row
+    for _ in tl.range(0, splits):
+        theirs = tl.load(STATE + 2 * at + 1)
+        if theirs > 0:
+            peak = tl.load(STATE + 2 * at)
+            new = tl.maximum(best, peak)
+            part = tl.load(PARTS + at * L + n, mask=n < L, other=0.0)
+            acc = acc * tl.exp2(best - new) + part * tl.exp2(peak - new)
+            total = total * tl.exp2(best - new) + theirs * tl.exp2(peak - new)
+            best = new
+        at += tokens * H
+    acc = acc / tl.where(total > 0, total, 1.0)
+    tl.store(OUT + row * L + n, rounded(acc, OUT.dtype.element_ty), mask=n < L)

@@ -1,0 +1,95 @@
+"""How many shares a context is split into, from shapes alone: lengths stay on the device."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from runtime_min.kernels.launch import Kernels, Launch
+
+LOG2E = 1.4426950408889634
+# Blocks that fill the largest GPU of today once.
+BLOCKS = 132
+LONGEST = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """`block` query rows a program; `waves` times BLOCKS programs are aimed at; a share is at least `pages` pages."""
+
+    block: int = 16
+    waves: int = 1
+    pages: int = 2
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """`heads` heads and up to `queries` query tokens a sequence, both rounded up to powers of two."""
+
+    op: ClassVar[str] = "mla_decode"
+    heads: int
+    queries: int
+    latent: int
+    rope: int
+    page_tokens: int
+    item: int = 2
+
+    def default(self) -> Config:
+        block = max(16, min(64, self.heads * self.queries))
+        return Config(block=block, warps=8 if block == 64 else 4, stages=2 if self.item == 2 else 1)
+
+    def candidates(self) -> list[Config]:
+        sizes = [b for b in (16, 32, 64) if b <= max(16, self.heads * self.queries)]
+        return [
+            Config(block=b, waves=w, pages=p, warps=n, stages=s)
+            for b in sizes
+            for w in (1, 2)
+            for p in (1, 2, 4)
+            for n in (4, 8)
+            for s in (2, 3)
+        ]
+
+
+def mla_decode(
+    kernels: Kernels, q_lat: Tensor, q_pe: Tensor, rows: Tensor, pages: Tensor, cu_q: Tensor, lengths: Tensor,
+    page_tokens: int, scale: float, longest: int = LONGEST,
+) -> Tensor:  # fmt: skip
+    tokens, heads, latent = q_lat.shape
+    rope, sequences = q_pe.shape[2], len(lengths)
+    out = torch.empty_like(q_lat)
+    if not tokens:
+        return out
+    if not (q_lat.is_contiguous() and q_pe.is_contiguous() and rows.is_contiguous() and pages.stride(1) == 1):
+        raise ValueError("mla_decode: q_lat, q_pe, rows and the rows of pages must be contiguous")
+    queries = min(longest, tokens)
+    config = kernels.pick(Problem(power(heads), power(queries), latent, rope, page_tokens, q_lat.element_size()))
+    blocks = -(-queries * heads // config.block)
+    splits = max(1, config.waves * BLOCKS // (sequences * blocks))
+    splits = min(splits, max(1, pages.shape[1] // config.pages))
+    sizes = {"H": heads, "L": latent, "BL": power(latent)}
+    constants = {
+        **sizes, "R": rope, "BR": power(rope), "P": page_tokens, "BLOCK": config.block, "ALONE": splits == 1,
+        "STAGES": config.stages,
+    }  # fmt: skip
+    parts, state = out, out
+    if splits > 1:
+        parts = torch.empty(splits, tokens, heads, latent, dtype=torch.float32, device=out.device)
+        state = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=out.device)
+    args = (
+        q_lat, q_pe, rows, pages, cu_q, lengths, parts, state, pages.stride(0), splits, scale * LOG2E, tokens,
+    )  # fmt: skip
+    grid = (sequences, splits, blocks)
+    kernels.run(Launch(kernel="mla_decode.split", grid=grid, args=args, constants=constants, warps=config.warps))
+    if splits > 1:
+        grid = (tokens * heads, 1, 1)
+        args = (parts, state, out, splits, tokens)
+        kernels.run(Launch(kernel="mla_decode.combine", grid=grid, args=args, constants=sizes))
+    return out
+
+
+def power(n: int) -> int:
+    """The next power of two."""
+    return 1 << (n - 1).bit_length()
