@@ -43,3 +43,50 @@ def load_scales(slot_ptr, n0, kt, g, N, K, TILE_N: tl.constexpr, TILE_K: tl.cons
     else:
         bits = tl.load(tile_ptr + g // 2 * TILE_N + rn) >> (16 * (g % 2))
     return (bits << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def eight_codes(words):
+    """[BN, 32] words of the rows of a tile with TILE_K 256 -> the codes of its groups 0..7, each [BN, 32] bf16.
+
+    Words 2p and 2p + 1 of a row hold inputs 2p and 2p + 1 of groups 0..3 and 4..7. A masked nibble pair with the
+    exponent of 128 on top is the bf16 pair 128 + q + 8; taking 136 away leaves q, exactly.
+    """
+    return tl.inline_asm_elementwise(
+        asm="""{
+        .reg .b32 t, mask, high, bias;
+        mov.b32 mask, 0x000F000F; mov.b32 high, 0x43004300; mov.b32 bias, 0x43084308;
+        lop3.b32 $0, $8, mask, high, 0xEA;
+        shr.u32 t, $8, 4;  lop3.b32 $1, t, mask, high, 0xEA;
+        shr.u32 t, $8, 8;  lop3.b32 $2, t, mask, high, 0xEA;
+        shr.u32 t, $8, 12; lop3.b32 $3, t, mask, high, 0xEA;
+        lop3.b32 $4, $9, mask, high, 0xEA;
+        shr.u32 t, $9, 4;  lop3.b32 $5, t, mask, high, 0xEA;
+        shr.u32 t, $9, 8;  lop3.b32 $6, t, mask, high, 0xEA;
+        shr.u32 t, $9, 12; lop3.b32 $7, t, mask, high, 0xEA;
+        sub.bf16x2 $0, $0, bias; sub.bf16x2 $1, $1, bias; sub.bf16x2 $2, $2, bias; sub.bf16x2 $3, $3, bias;
+        sub.bf16x2 $4, $4, bias; sub.bf16x2 $5, $5, bias; sub.bf16x2 $6, $6, bias; sub.bf16x2 $7, $7, bias;
+        }""",
+        constraints="=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
+        args=[words],
+        dtype=(tl.bfloat16,) * 8,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def load_words(slot_ptr, n0, kt, K, TILE_N: tl.constexpr, BN: tl.constexpr):
+    """[BN, 32] int32 words of rows n0..n0 + BN of k tile kt, TILE_K 256: one contiguous run."""
+    rn = n0 % TILE_N + tl.arange(0, BN)
+    tile_ptr = slot_ptr + tile_index(n0, kt, K, TILE_N, 256) * (TILE_N * 32)
+    return tl.load(tile_ptr + rn[:, None] * 32 + tl.arange(0, 32)[None, :])
+
+
+@triton.jit
+def load_scale_pairs(slot_ptr, n0, kt, pair, N, K, TILE_N: tl.constexpr, BN: tl.constexpr):
+    """[BN] fp32 scales of groups 2 pair and 2 pair + 1 of k tile kt, TILE_K 256."""
+    rn = n0 % TILE_N + tl.arange(0, BN)
+    tile_ptr = slot_ptr + tl.cast(N, tl.int64) * (K // 8) + tile_index(n0, kt, K, TILE_N, 256) * (TILE_N * 4)
+    bits = tl.load(tile_ptr + pair * TILE_N + rn)
+    return (bits << 16).to(tl.float32, bitcast=True), (bits & -65536).to(tl.float32, bitcast=True)
