@@ -178,8 +178,9 @@ class Engine:
 
     def _seal_all(self, state: Open) -> None:
         """Every lane has passed this job: its files are complete and may get their names."""
-        finish = Countdown(len(state.writers), partial(self._finish, state))
-        for writer in state.writers.values():
+        writers = list(state.writers.values())
+        finish = Countdown(len(writers), partial(self._finish, state))
+        for writer in writers:
             self.sealers.submit(self._guard, partial(self._seal, state, writer, finish))
 
     def _seal(self, state: Open, writer: StreamWriter, finish: Countdown) -> None:
