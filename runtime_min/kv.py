@@ -44,7 +44,8 @@ class LatentCache:
         need = -(-(sequence.length + tokens) // self.page_tokens) - len(sequence.pages)
         if need > len(self.free):
             raise CacheError(
-                f"cache: {need} more pages of {self.page_tokens} tokens are needed, {len(self.free)} of {self.pages} are free"
+                f"cache: {need} more pages of {self.page_tokens} tokens are needed, {len(self.free)} of {self.pages} "
+                "are free"
             )
         sequence.pages += [self.free.pop() for _ in range(need)]
 
@@ -63,7 +64,8 @@ class Batch:
     """One step's tokens over all sequences, ragged: sequence b owns tokens cu_q[b]..cu_q[b + 1].
 
     ids, positions, slots [T] int64; cu_q [B + 1] int32; lengths [B] int32, cached tokens including this step's;
-    pages [B, M] int32; last [n] int64, the tokens whose logits are wanted.
+    pages [B, M] int32; last [n] int64, the tokens whose logits are wanted. On the host: longest, the most tokens of a
+    sequence, and bounds, cu_q and lengths once more.
     """
 
     ids: Tensor
@@ -74,6 +76,7 @@ class Batch:
     pages: Tensor
     last: Tensor
     longest: int
+    bounds: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def batch(cache: LatentCache, work: list[tuple[Sequence, list[int]]], every: bool = False) -> Batch:
@@ -107,4 +110,5 @@ def batch(cache: LatentCache, work: list[tuple[Sequence, list[int]]], every: boo
         lengths=torch.tensor([s.length for s, _ in work], dtype=torch.int32, device=device),
         pages=torch.tensor(pages, dtype=torch.int32, device=device),
         longest=max(len(ids) for _, ids in work),
+        bounds=(tuple(cu_q), tuple(s.length for s, _ in work)),
     )

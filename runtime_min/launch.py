@@ -103,14 +103,8 @@ def launch(run: Run, task: Task, argument: Any, under_torchrun: tuple[int, int] 
     ranks.check(Mesh(**manifest.read(run.artifact)["mesh"]), 0, world)
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
-        context = mp.start_processes(
-            _child,
-            (run, task, argument, world, f"file://{folder}/store", results),
-            nprocs=world,
-            join=False,
-            start_method="spawn",
-        )
-        assert context is not None
+        arguments = (run, task, argument, world, f"file://{folder}/store", results)
+        context: Any = mp.spawn(_child, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
         got: dict[int, Any] = {}
         while not context.join(timeout=0.1):
             _drain(results, got, context)

@@ -7,6 +7,8 @@ from functools import partial
 from torch import Tensor
 
 from runtime_min.kernels.launch import Kernels
+from runtime_min.kernels.linear import launch as linear_launch
+from runtime_min.kernels.linear import ref as linear_ref
 from runtime_min.kernels.mla_decode import launch as mla_decode_launch
 from runtime_min.kernels.mla_decode import ref as mla_decode_ref
 from runtime_min.kernels.mla_prefill import launch as mla_prefill_launch
@@ -34,10 +36,14 @@ class Ops:
     rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
     add_rmsnorm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
     silu_mul: Callable[[Tensor], Tensor]
+    linear: Callable[..., Tensor]
+    norm_linear: Callable[..., Tensor]
+    silu_linear: Callable[[Tensor, Tensor], Tensor]
+    heads_linear: Callable[[Tensor, Tensor, bool], Tensor]
     route: Callable[[Tensor, Tensor, int, float], Routing]
     rope_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-    mla_decode: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
-    mla_prefill: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, float], Tensor]
+    mla_decode: Callable[..., Tensor]
+    mla_prefill: Callable[..., Tensor]
     moe_int4: Callable[[Tensor, Tensor, Tensor, Routing, int, MoeShape], Tensor]
 
 
@@ -45,6 +51,10 @@ REF = Ops(
     rmsnorm=rmsnorm_ref.rmsnorm,
     add_rmsnorm=rmsnorm_ref.add_rmsnorm,
     silu_mul=silu_mul_ref.silu_mul,
+    linear=linear_ref.linear,
+    norm_linear=linear_ref.norm_linear,
+    silu_linear=linear_ref.silu_linear,
+    heads_linear=linear_ref.heads_linear,
     route=moe_route_ref.route,
     rope_cache=rope_cache_ref.rope_cache,
     mla_decode=mla_decode_ref.mla_decode,
@@ -59,6 +69,10 @@ def triton_ops(kernels: Kernels) -> Ops:
         rmsnorm=partial(rmsnorm_launch.rmsnorm, kernels),
         add_rmsnorm=partial(rmsnorm_launch.add_rmsnorm, kernels),
         silu_mul=partial(silu_mul_launch.silu_mul, kernels),
+        linear=partial(linear_launch.linear, kernels),
+        norm_linear=partial(linear_launch.norm_linear, kernels),
+        silu_linear=partial(linear_launch.silu_linear, kernels),
+        heads_linear=partial(linear_launch.heads_linear, kernels),
         route=partial(moe_route_launch.route, kernels),
         rope_cache=partial(rope_cache_launch.rope_cache, kernels),
         mla_decode=partial(mla_decode_launch.mla_decode, kernels),

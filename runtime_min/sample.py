@@ -8,7 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """temperature 0 is greedy. top_p keeps the smallest set of tokens with at least that mass; top_k that many, 0 all."""
+    """temperature 0 is greedy. top_p keeps the fewest tokens with at least that mass; top_k that many, 0 all."""
 
     temperature: float = 0.0
     top_p: float = 1.0

@@ -1,4 +1,4 @@
-"""The text decoder: MLA attention, one or more dense layers, then mixture-of-experts layers. No kernel is named here."""
+"""The text decoder: MLA attention, dense layers first, then mixture-of-experts layers. No kernel is named here."""
 
 from dataclasses import dataclass
 
@@ -44,24 +44,21 @@ class Attention:
     def __call__(self, x: Tensor, batch: Batch, cache: LatentCache) -> Tensor:
         """x [T, hidden] -> this rank's share of the output [T, hidden]."""
         m, d, ops = self.model, self.model.dims, self.model.ops
-        q_a, latent, k_pe = torch.split(x @ self.qkv_a.T, [d.q_lora, d.kv_lora, d.qk_rope], -1)
-        q = ops.rmsnorm(q_a.contiguous(), self.q_a_norm, m.settings.inner_eps) @ self.q_b.T
-        q_nope, q_pe = torch.split(
-            q.view(-1, self.heads, d.qk_head), [d.qk_nope, d.qk_rope], -1
-        )  # [T, H, nope], [T, H, rope]
-        latent = ops.rmsnorm(latent.contiguous(), self.kv_a_norm, m.settings.inner_eps)
+        eps = m.settings.inner_eps
+        q_a, latent, k_pe = torch.split(ops.linear(x, self.qkv_a), [d.q_lora, d.kv_lora, d.qk_rope], -1)
+        q = ops.norm_linear(q_a, self.q_a_norm, eps, self.q_b).view(-1, self.heads, d.qk_head)
+        q_nope, q_pe = torch.split(q, [d.qk_nope, d.qk_rope], -1)
+        latent = ops.rmsnorm(latent, self.kv_a_norm, eps)
         rows = cache.rows[self.layer]
-        q_pe = ops.rope_cache(
-            q_pe.contiguous(), k_pe.contiguous(), latent, m.cos, m.sin, batch.positions, batch.slots, rows
-        )
+        q_pe = ops.rope_cache(q_pe, k_pe, latent, m.cos, m.sin, batch.positions, batch.slots, rows)
         where = (rows, batch.pages, batch.cu_q, batch.lengths, cache.page_tokens, m.scale)
         if batch.longest > DECODE_QUERIES:
-            out = ops.mla_prefill(q_nope.contiguous(), q_pe, self.w_uk, self.w_uv, *where)
+            out = ops.mla_prefill(q_nope.contiguous(), q_pe, self.w_uk, self.w_uv, *where, batch.bounds)
         else:
-            q_lat = torch.bmm(q_nope.transpose(0, 1), self.w_uk).transpose(0, 1)  # [T, H, latent]
-            o_lat = ops.mla_decode(q_lat.contiguous(), q_pe, *where)
-            out = torch.bmm(o_lat.transpose(0, 1), self.w_uv.transpose(1, 2)).transpose(0, 1)  # [T, H, v]
-        return out.flatten(1) @ self.o.T
+            q_lat = ops.heads_linear(q_nope, self.w_uk, True)
+            o_lat = ops.mla_decode(q_lat, q_pe, *where, batch.longest)
+            out = ops.heads_linear(o_lat, self.w_uv, False)
+        return ops.linear(out.flatten(1), self.o)
 
 
 class Dense:
@@ -72,7 +69,7 @@ class Dense:
         self.ops = ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self.ops.silu_mul(x @ self.gate_up.T) @ self.down.T
+        return self.ops.silu_linear(self.ops.linear(x, self.gate_up), self.down)
 
 
 class Experts:
@@ -81,7 +78,6 @@ class Experts:
     def __init__(self, weights: dict[str, Stored], layer: int, model: "Decoder") -> None:
         name, d, ranks = f"layers.{layer}", model.dims, model.ranks
         self.router, self.bias = weights[f"{name}.router"].tensor, weights[f"{name}.router_bias"].tensor
-        self.router = self.router.to(self.bias.dtype)
         self.gate_up, self.down = weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"]
         self.shared = Dense(weights, f"{name}.shared", model.ops)
         self.first = cut(d.experts, ranks.mesh.ep, ranks.mesh.index("ep", ranks.rank))[0]
@@ -94,8 +90,8 @@ class Experts:
         self.dims, self.ops = d, model.ops
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> this rank's share [T, hidden]. The router works in FP32, as its bias does."""
-        logits = x.to(self.router.dtype) @ self.router.T
+        """x [T, hidden] -> this rank's share [T, hidden]. The router adds up in FP32, as its bias is stored."""
+        logits = self.ops.linear(x, self.router, self.bias.dtype)
         routing = self.ops.route(logits, self.bias, self.dims.top_k, self.dims.routed_scale)
         routed = self.ops.moe_int4(x, self.gate_up.tensor, self.down.tensor, routing, self.first, self.shape)
         return routed + self.shared(x)
@@ -131,14 +127,14 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: LatentCache) -> Tensor:
         """Logits [n, vocab] of the tokens batch.last, in the dtype of the run; equal on every rank."""
+        add_rmsnorm, eps = self.ops.add_rmsnorm, self.dims.norm_eps
         h = self._embedded(batch.ids)
-        for input_norm, attention, ffn_norm, ffn in self.layers:
-            x = self.ops.rmsnorm(h, input_norm, self.dims.norm_eps)
-            h = h + self.ranks.sum(attention(x, batch, cache))
-            x = self.ops.rmsnorm(h, ffn_norm, self.dims.norm_eps)
-            h = h + self.ranks.sum(ffn(x))
-        x = self.ops.rmsnorm(h[batch.last], self.norm, self.dims.norm_eps)
-        return self.ranks.join(x @ self.head.T)
+        x = self.ops.rmsnorm(h, self.layers[0][0], eps)
+        following = [layer[0] for layer in self.layers[1:]] + [self.norm]
+        for (_, attention, ffn_norm, ffn), next_norm in zip(self.layers, following, strict=True):
+            h, x = add_rmsnorm(self.ranks.sum(attention(x, batch, cache)), h, ffn_norm, eps)
+            h, x = add_rmsnorm(self.ranks.sum(ffn(x)), h, next_norm, eps)
+        return self.ranks.join(self.ops.linear(x[batch.last], self.head))
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Rows of the vocabulary-cut embedding [T, hidden]; a rank adds zeros for ids it does not hold."""

@@ -1,7 +1,7 @@
 """How many shares a context is split into, from shapes alone: lengths stay on the device."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -78,7 +78,7 @@ def mla_decode(
     if splits > 1:
         parts = torch.empty(splits, tokens, heads, latent, dtype=torch.float32, device=out.device)
         state = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=out.device)
-    args = (
+    args: tuple[Any, ...] = (
         q_lat, q_pe, rows, pages, cu_q, lengths, parts, state, pages.stride(0), splits, scale * LOG2E, tokens,
     )  # fmt: skip
     grid = (sequences, splits, blocks)

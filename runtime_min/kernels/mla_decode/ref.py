@@ -21,12 +21,14 @@ def mla_decode(
     lengths: Tensor,
     page_tokens: int,
     scale: float,
+    longest: int = 16,
 ) -> Tensor:
     """Output in the latent space [T, H, L].
 
     q_lat [T, H, L] and q_pe [T, H, R] of B sequences, ragged: cu_q [B + 1] int32 are their bounds in T. rows
     [cache rows, L + R]; pages [B, max pages] int32; lengths [B] int32 counts the cached tokens of each sequence, its
-    query tokens included: query i of n sees lengths - n + i + 1 of them. scale multiplies the scores.
+    query tokens included: query i of n sees lengths - n + i + 1 of them. scale multiplies the scores. No sequence has
+    more than `longest` query tokens.
     """
     out, latent = torch.empty_like(q_lat), q_lat.shape[-1]
     for b in range(len(lengths)):

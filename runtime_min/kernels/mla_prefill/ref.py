@@ -1,5 +1,7 @@
 """Attention of many query tokens a sequence, with the latent rows expanded to keys and values, by definition."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,7 @@ def mla_prefill(
     lengths: Tensor,
     page_tokens: int,
     scale: float,
+    bounds: tuple[Sequence[int], Sequence[int]] | None = None,
 ) -> Tensor:
     """Output [T, H, V].
 
