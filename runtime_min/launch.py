@@ -104,7 +104,7 @@ def launch(run: Run, task: Task, argument: Any, under_torchrun: tuple[int, int] 
     with tempfile.TemporaryDirectory() as folder:
         results = mp.get_context("spawn").SimpleQueue()
         arguments = (run, task, argument, world, f"file://{folder}/store", results)
-        context: Any = mp.spawn(_child, arguments, nprocs=world, join=False)  # type: ignore[no-untyped-call]
+        context: Any = mp.spawn(_child, arguments, nprocs=world, join=False)  # type: ignore[attr-defined, no-untyped-call]
         got: dict[int, Any] = {}
         while not context.join(timeout=0.1):
             _drain(results, got, context)
