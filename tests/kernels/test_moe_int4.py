@@ -75,6 +75,16 @@ def test_parts_of_k_add_up(device: str) -> None:
     close(launch.moe_int4(Fixed(split), **inputs), ref.moe_int4(**inputs), torch.float32)
 
 
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize(
+    "config", [replace(DIRECT, gate_up=Tile(bn=64, split=2)), replace(DIRECT, direct=False, wide=True)]
+)
+def test_a_walk_over_rows(device: str, dtype: torch.dtype, config: Config) -> None:
+    inputs = case(device, dtype, 512, 256, 2, 0, 3, tokens=2, top_k=2)
+    found = launch.moe_int4(Fixed(replace(config, down=Tile(bn=128, walk=2))), **inputs)
+    close(found, ref.moe_int4(**inputs), dtype)
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 40])
 def test_the_defaults(device: str, tokens: int) -> None:
     inputs = case(device, torch.float32, 128, 32, 4, 0, 6, tokens=tokens, top_k=2)
@@ -108,6 +118,7 @@ def test_candidates_of_the_model_are_legal(width: int, here: int) -> None:
         found = Problem(7168, width, here, 8, tokens, (256, 256), (256, 256)).candidates()
         assert 3 < len(set(found)) < 160
         assert all(28 % c.gate_up.split == 0 and 256 % c.gate_up.bn == 0 for c in found)
+        assert all(7168 % (c.down.bn * c.down.walk) == 0 for c in found)
 
 
 @pytest.mark.gpu

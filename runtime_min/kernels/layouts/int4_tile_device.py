@@ -9,6 +9,8 @@ stays inside one tile; kt counts tiles of TILE_K inputs, g groups of 32 inside i
 import triton
 import triton.language as tl
 
+from runtime_min.kernels.compat import INTERPRET
+
 
 @triton.jit
 def tile_index(n0, kt, K, TILE_N: tl.constexpr, TILE_K: tl.constexpr):
@@ -81,6 +83,24 @@ def load_words(slot_ptr, n0, kt, K, TILE_N: tl.constexpr, BN: tl.constexpr):
     rn = n0 % TILE_N + tl.arange(0, BN)
     tile_ptr = slot_ptr + tile_index(n0, kt, K, TILE_N, 256) * (TILE_N * 32)
     return tl.load(tile_ptr + rn[:, None] * 32 + tl.arange(0, 32)[None, :])
+
+
+@triton.jit
+def load_eight(slot_ptr, n0, kt, N, K, TILE_N: tl.constexpr, BN: tl.constexpr):
+    """Codes of groups 0..7 of rows n0..n0 + BN of k tile kt, TILE_K 256: eight [BN, 32] of bf16 (fp32 in
+    the interpreter)."""
+    if INTERPRET:
+        return (
+            load_codes(slot_ptr, n0, kt, 0, N, K, TILE_N, 256, BN).to(tl.float32),
+            load_codes(slot_ptr, n0, kt, 1, N, K, TILE_N, 256, BN).to(tl.float32),
+            load_codes(slot_ptr, n0, kt, 2, N, K, TILE_N, 256, BN).to(tl.float32),
+            load_codes(slot_ptr, n0, kt, 3, N, K, TILE_N, 256, BN).to(tl.float32),
+            load_codes(slot_ptr, n0, kt, 4, N, K, TILE_N, 256, BN).to(tl.float32),
+            load_codes(slot_ptr, n0, kt, 5, N, K, TILE_N, 256, BN).to(tl.float32),
+            load_codes(slot_ptr, n0, kt, 6, N, K, TILE_N, 256, BN).to(tl.float32),
+            load_codes(slot_ptr, n0, kt, 7, N, K, TILE_N, 256, BN).to(tl.float32),
+        )
+    return eight_codes(load_words(slot_ptr, n0, kt, K, TILE_N, BN))
 
 
 @triton.jit

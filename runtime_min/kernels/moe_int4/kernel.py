@@ -9,14 +9,8 @@ tokens every route is a block of its own and no table is needed.
 import triton
 import triton.language as tl
 
-from runtime_min.kernels.compat import INTERPRET, dot, rounded
-from runtime_min.kernels.layouts.int4_tile_device import (
-    eight_codes,
-    load_codes,
-    load_scale_pairs,
-    load_scales,
-    load_words,
-)
+from runtime_min.kernels.compat import dot, rounded
+from runtime_min.kernels.layouts.int4_tile_device import load_codes, load_eight, load_scale_pairs, load_scales
 
 
 @triton.jit(do_not_specialize=["first", "routes"])
@@ -57,12 +51,35 @@ def table(
 
 
 @triton.jit
-def group(acc, w, scale, X, row, k, seen, WIDE: tl.constexpr):
-    """acc [BN, BM] plus one scale group of 32 inputs: w [BN, 32] codes, scale [BN] fp32."""
-    x = tl.load(X + row[None, :] + k + tl.arange(0, 32)[:, None], mask=seen[None, :], other=0.0)
+def held(acc, w, scale, x, WIDE: tl.constexpr):
+    """acc [BN, BM] plus one scale group: w [BN, 32] codes, scale [BN] fp32, x [32, BM]."""
     if WIDE:
         return dot(rounded(w.to(tl.float32) * scale[:, None], x.dtype), x, acc)
     return acc + dot(rounded(w.to(tl.float32), x.dtype), x, tl.zeros(acc.shape, tl.float32)) * scale[:, None]
+
+
+@triton.jit
+def group(acc, w, scale, X, row, k, seen, WIDE: tl.constexpr):
+    """`held` with the inputs of rows `row` of X."""
+    x = tl.load(X + row[None, :] + k + tl.arange(0, 32)[:, None], mask=seen[None, :], other=0.0)
+    return held(acc, w, scale, x, WIDE)
+
+
+@triton.jit
+def block_of(
+    IDS, SORTED, EXPERTS, BLOCKS, first, routes, block, HERE: tl.constexpr, BM: tl.constexpr, DIRECT: tl.constexpr
+):
+    """Expert and routes [BM] of a block, `routes` where it has none; expert -1 for a block that is nobody's here."""
+    lane = tl.arange(0, BM)
+    if DIRECT:
+        e = tl.load(IDS + block) - first
+        e = tl.where((e >= 0) & (e < HERE), e, -1)
+        route = tl.where(lane == 0, block, routes)
+    else:
+        # Past the last block lies room that nobody filled.
+        e = tl.where(block < tl.load(BLOCKS), tl.load(EXPERTS + block), -1)
+        route = tl.load(SORTED + block * BM + lane)
+    return e, route
 
 
 @triton.jit(do_not_specialize=["first", "routes", "x_row"])
@@ -77,17 +94,9 @@ def product(
     Grid: row tiles of BN, SPLIT parts of K, blocks. WORDS: int32 words of an expert's slot. DIRECT: blocks are routes.
     """
     tile_n, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    lane = tl.arange(0, BM)
-    if DIRECT:
-        e = tl.load(IDS + block) - first
-        if (e < 0) | (e >= HERE):
-            return
-        route = tl.where(lane == 0, block, routes)
-    else:
-        if block >= tl.load(BLOCKS):
-            return
-        e = tl.load(EXPERTS + block)
-        route = tl.load(SORTED + block * BM + lane)
+    e, route = block_of(IDS, SORTED, EXPERTS, BLOCKS, first, routes, block, HERE, BM, DIRECT)
+    if e < 0:
+        return
     seen = route < routes
     x_row = x_row // 8 * 8
     row = (route // PER_ROW).to(tl.int64) * x_row
@@ -98,8 +107,8 @@ def product(
     for step in tl.range(0, STEPS, num_stages=STAGES):
         kt = part * STEPS + step
         k = kt * TILE_K
-        if TILE_K == 256 and not INTERPRET:
-            w0, w1, w2, w3, w4, w5, w6, w7 = eight_codes(load_words(slot, n0, kt, K, TILE_N, BN))
+        if TILE_K == 256:
+            w0, w1, w2, w3, w4, w5, w6, w7 = load_eight(slot, n0, kt, N, K, TILE_N, BN)
             s0, s1 = load_scale_pairs(slot, n0, kt, 0, N, K, TILE_N, BN)
             s2, s3 = load_scale_pairs(slot, n0, kt, 1, N, K, TILE_N, BN)
             s4, s5 = load_scale_pairs(slot, n0, kt, 2, N, K, TILE_N, BN)
@@ -119,6 +128,64 @@ def product(
                 acc = group(acc, w, scale, X, row, k + 32 * g, seen, WIDE)
     out = Y + (part.to(tl.int64) * routes + route[None, :]) * N + n0 + tl.arange(0, BN)[:, None]
     tl.store(out, rounded(acc, Y.dtype.element_ty), mask=seen[None, :])
+
+
+@triton.jit
+def activated(GATE_UP, at, seen, k, routes, DTYPE: tl.constexpr, W: tl.constexpr, PARTS: tl.constexpr):
+    """[32, BM] of silu(gate) * up at inputs k.., summed over the parts of GATE_UP [PARTS, routes, 2 W]."""
+    place = GATE_UP + at[None, :] + k + tl.arange(0, 32)[:, None]
+    gate = tl.zeros([32, at.shape[0]], tl.float32)
+    up = tl.zeros([32, at.shape[0]], tl.float32)
+    for _ in tl.static_range(PARTS):
+        gate += tl.load(place, mask=seen[None, :], other=0.0).to(tl.float32)
+        up += tl.load(place + W, mask=seen[None, :], other=0.0).to(tl.float32)
+        place += routes.to(tl.int64) * (2 * W)
+    return rounded(gate / (1 + tl.exp(-gate)) * up, DTYPE)
+
+
+@triton.jit(do_not_specialize=["first", "routes"])
+def narrow(
+    GATE_UP, SLOTS, Y, IDS, SORTED, EXPERTS, BLOCKS, first, routes, BF16: tl.constexpr,
+    HERE: tl.constexpr, WORDS: tl.constexpr, N: tl.constexpr, TILE_N: tl.constexpr, BN: tl.constexpr, BM: tl.constexpr,
+    ITER: tl.constexpr, PARTS: tl.constexpr, DIRECT: tl.constexpr, WIDE: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Y[route, n] = sum over k of silu(gate) * up of GATE_UP [PARTS, routes, 512] times W[expert of route, n, k].
+
+    K is 256, one tile, so a program walks over ITER tiles of rows with its inputs in registers. Grid: walks, 1, blocks.
+    """
+    e, route = block_of(IDS, SORTED, EXPERTS, BLOCKS, first, routes, tl.program_id(2), HERE, BM, DIRECT)
+    if e < 0:
+        return
+    seen = route < routes
+    at = route.to(tl.int64) * 512
+    slot = SLOTS + e.to(tl.int64) * WORDS
+    first_n = tl.program_id(0) * (ITER * BN)
+    DTYPE: tl.constexpr = tl.bfloat16 if BF16 else tl.float32
+    x0 = activated(GATE_UP, at, seen, 0, routes, DTYPE, 256, PARTS)
+    x1 = activated(GATE_UP, at, seen, 32, routes, DTYPE, 256, PARTS)
+    x2 = activated(GATE_UP, at, seen, 64, routes, DTYPE, 256, PARTS)
+    x3 = activated(GATE_UP, at, seen, 96, routes, DTYPE, 256, PARTS)
+    x4 = activated(GATE_UP, at, seen, 128, routes, DTYPE, 256, PARTS)
+    x5 = activated(GATE_UP, at, seen, 160, routes, DTYPE, 256, PARTS)
+    x6 = activated(GATE_UP, at, seen, 192, routes, DTYPE, 256, PARTS)
+    x7 = activated(GATE_UP, at, seen, 224, routes, DTYPE, 256, PARTS)
+    for step in tl.range(0, ITER, num_stages=STAGES):
+        n0 = first_n + step * BN
+        w0, w1, w2, w3, w4, w5, w6, w7 = load_eight(slot, n0, 0, N, 256, TILE_N, BN)
+        s0, s1 = load_scale_pairs(slot, n0, 0, 0, N, 256, TILE_N, BN)
+        s2, s3 = load_scale_pairs(slot, n0, 0, 1, N, 256, TILE_N, BN)
+        s4, s5 = load_scale_pairs(slot, n0, 0, 2, N, 256, TILE_N, BN)
+        s6, s7 = load_scale_pairs(slot, n0, 0, 3, N, 256, TILE_N, BN)
+        acc = held(tl.zeros([BN, BM], tl.float32), w0, s0, x0, WIDE)
+        acc = held(acc, w1, s1, x1, WIDE)
+        acc = held(acc, w2, s2, x2, WIDE)
+        acc = held(acc, w3, s3, x3, WIDE)
+        acc = held(acc, w4, s4, x4, WIDE)
+        acc = held(acc, w5, s5, x5, WIDE)
+        acc = held(acc, w6, s6, x6, WIDE)
+        acc = held(acc, w7, s7, x7, WIDE)
+        out = Y + route[None, :].to(tl.int64) * N + n0 + tl.arange(0, BN)[:, None]
+        tl.store(out, rounded(acc, Y.dtype.element_ty), mask=seen[None, :])
 
 
 @triton.jit(do_not_specialize=["first", "routes"])

@@ -1,7 +1,7 @@
 """Which blocks of routes go through the experts, and in which tiles."""
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,12 +18,13 @@ EXACT_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """One product: `bn` rows of the weights, K in `split` parts."""
+    """One product: `bn` rows of the weights, K in `split` parts, or `walk` tiles of rows one after another."""
 
     bn: int = 64
     split: int = 1
     warps: int = 4
     stages: int = 3
+    walk: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,48 +51,41 @@ class Problem:
     gate_up: tuple[int, int]
     down: tuple[int, int]
 
-    def default(self) -> Config:
-        direct = self.tokens <= 4
-        bm = 8 if direct else 16 if self.tokens <= 256 else 32 if self.tokens <= 1024 else 64
-        blocks = self.tokens * self.top_k
-        return Config(
-            direct=direct, bm=bm, wide=self.tokens > EXACT_TOKENS,
-            gate_up=self._tile(2 * self.width, self.hidden, self.gate_up, blocks),
-            down=self._tile(self.hidden, self.width, self.down, 1 << 30),
-        )  # fmt: skip
+    @property
+    def shallow(self) -> bool:
+        """Is `down` one tile deep? Then it walks over rows and takes SiLU-mul in."""
+        return self.width == self.down[1] == 256
 
-    def _tile(self, n: int, k: int, tile: tuple[int, int], blocks: int) -> Tile:
-        bn = min(64 if self.tokens <= 1024 else 128, tile[0])
-        steps, split = k // tile[1], 1
-        for s in (2, 4, 7, 14):
-            if steps % s == 0 and blocks * (n // bn) * s <= 528:
-                split = s
-        return Tile(bn=bn, split=split, warps=4 if bn <= 64 else 8)
+    def default(self) -> Config:
+        few = self.tokens <= EXACT_TOKENS
+        bm = 8 if few else 32 if self.tokens <= 2048 else 64
+        stages = 4 if self.tokens <= 2048 else 2
+        split = 4 if self.tokens <= 2 else 2 if self.tokens <= 32 else 1
+        while self.hidden // self.gate_up[1] % split:
+            split //= 2
+        up = Tile(min(128, self.gate_up[0]), split, 4, stages)
+        bn = min(128, self.down[0])
+        down = Tile(bn, 1, 4, stages, self._walk(bn, 4 if self.tokens <= 2 else 14) if self.shallow else 1)
+        return Config(direct=self.tokens <= 4, bm=bm, wide=not few, gate_up=up, down=down)
+
+    def _walk(self, bn: int, most: int) -> int:
+        """The largest number of row tiles up to `most` that divides all of them."""
+        return next(w for w in range(most, 0, -1) if self.hidden // bn % w == 0)
 
     def candidates(self) -> list[Config]:
         found = [self.default()]
         wide = self.tokens > EXACT_TOKENS
-        for direct, bm in [(True, 8)] * (self.tokens <= 8) + [(False, b) for b in self._blocks()]:
-            for bn in (b for b in (32, 64, 128) if self.gate_up[0] % b == 0 and self.down[0] % b == 0):
-                for warps in (4, 8):
-                    if bn * bm // warps > 4096 or bn // warps < 8:
-                        continue
-                    for split in self._splits(bn, direct):
-                        for stages in (2, 4):
-                            up, down = Tile(bn, split, warps, stages), Tile(bn, 1, warps, stages)
-                            found.append(Config(direct, bm, wide, up, down))
-        return found
-
-    def _blocks(self) -> tuple[int, ...]:
-        if self.tokens <= 64:
-            return (8, 16)
-        return (16, 32) if self.tokens <= 512 else (32, 64) if self.tokens <= 2048 else (64, 128)
-
-    def _splits(self, bn: int, direct: bool) -> list[int]:
         steps = self.hidden // self.gate_up[1]
-        if self.tokens > 16:
-            return [1]
-        return [s for s in (1, 2, 4, 7, 14) if steps % s == 0]
+        splits = [s for s in (1, 2, 4, 7) if steps % s == 0 and (s == 1 or self.tokens <= 32)]
+        walks = [w for w in (2, 4, 7, 14, 28) if self.hidden // 128 % w == 0] if self.shallow else [1]
+        blocks = (8, 16) if self.tokens <= EXACT_TOKENS else (32, 64) if self.tokens <= 2048 else (64, 128)
+        for direct, bm in [(True, 8)] * (self.tokens <= 8) + [(False, b) for b in blocks]:
+            for warps, stages in ((4, 2), (4, 4)) if bm <= 64 else ((8, 2),):
+                for bn in (b for b in (64, 128) if self.gate_up[0] % b == 0 and self.down[0] % b == 0):
+                    for split, walk in [(s, walks[-2:][0]) for s in splits] + [(splits[-1], w) for w in walks]:
+                        up, down = Tile(bn, split, warps, stages), Tile(bn, 1, warps, stages, walk)
+                        found.append(Config(direct, bm, wide, up, down))
+        return list(dict.fromkeys(found))
 
 
 def moe_int4(
@@ -112,15 +106,15 @@ def moe_int4(
     sizes = (2 * shape.width, shape.hidden)
     parts = x.new_empty(config.gate_up.split, routes, sizes[0], dtype=between)
     _product(kernels, config, config.gate_up, x, gate_up, parts, blocks, sizes, shape.gate_up, top_k)
-    h = x.new_empty(routes, shape.width)
-    args: tuple[Any, ...] = (parts, routing.ids, h, first, routes)
-    constants = {"HERE": here, "W": shape.width, "BLOCK": min(1024, power(shape.width)), "SPLIT": config.gate_up.split}
-    grid = (routes, -(-shape.width // constants["BLOCK"]), 1)
-    kernels.run(Launch(kernel="moe_int4.activate", grid=grid, args=args, constants=constants))
     y = x.new_empty(1, routes, shape.hidden, dtype=between)
-    _product(kernels, config, config.down, h, down, y, blocks, (shape.hidden, shape.width), shape.down, 1)
-    constants = {"HERE": here, "N": shape.hidden, "TOP_K": top_k, "BLOCK": min(1024, power(shape.hidden))}
-    grid = (tokens, -(-shape.hidden // constants["BLOCK"]), 1)
+    if config.down.walk > 1:
+        _narrow(kernels, config, parts, down, y, blocks, shape, x.dtype)
+    else:
+        h = _activated(kernels, parts, blocks, x.dtype)
+        _product(kernels, config, config.down, h, down, y, blocks, (shape.hidden, shape.width), shape.down, 1)
+    block = min(1024, power(shape.hidden))
+    constants = {"HERE": here, "N": shape.hidden, "TOP_K": top_k, "BLOCK": block}
+    grid = (tokens, -(-shape.hidden // block), 1)
     args = (y, routing.ids, routing.weights, out, first)
     kernels.run(Launch(kernel="moe_int4.add_up", grid=grid, args=args, constants=constants))
     return out
@@ -171,6 +165,35 @@ def _product(
     )  # fmt: skip
     grid = (size[0] // tile.bn, tile.split, blocks.count)
     kernels.run(Launch(kernel="moe_int4.product", grid=grid, args=args, constants=constants, warps=tile.warps))
+
+
+def _activated(kernels: Kernels, parts: Tensor, blocks: _Blocks, dtype: torch.dtype) -> Tensor:
+    """silu(gate) * up [routes, width] of parts [split, routes, 2 width]."""
+    split, routes, width = parts.shape[0], parts.shape[1], parts.shape[2] // 2
+    h = torch.empty(routes, width, dtype=dtype, device=parts.device)
+    block = min(1024, power(width))
+    args = (parts, blocks.ids, h, blocks.first, routes)
+    constants = {"HERE": blocks.here, "W": width, "BLOCK": block, "SPLIT": split}
+    grid = (routes, -(-width // block), 1)
+    kernels.run(Launch(kernel="moe_int4.activate", grid=grid, args=args, constants=constants))
+    return h
+
+
+def _narrow(
+    kernels: Kernels, config: Config, parts: Tensor, slots: Tensor, y: Tensor, blocks: _Blocks, shape: MoeShape,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    tile = config.down
+    constants = {
+        "BF16": dtype == torch.bfloat16, "HERE": blocks.here, "WORDS": sum(int4_slot(shape.hidden, shape.width)),
+        "N": shape.hidden, "TILE_N": shape.down[0], "BN": tile.bn, "BM": config.bm, "ITER": tile.walk,
+        "PARTS": len(parts), "DIRECT": config.direct, "WIDE": config.wide, "STAGES": tile.stages,
+    }  # fmt: skip
+    args = (
+        parts, slots, y, blocks.ids, blocks.sorted, blocks.experts, blocks.number, blocks.first, parts.shape[1],
+    )  # fmt: skip
+    grid = (shape.hidden // (tile.bn * tile.walk), 1, blocks.count)
+    kernels.run(Launch(kernel="moe_int4.narrow", grid=grid, args=args, constants=constants, warps=tile.warps))
 
 
 def rounded(tokens: int) -> int:
