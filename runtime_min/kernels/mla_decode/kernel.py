@@ -77,23 +77,26 @@ def split(
 
 
 @triton.jit(do_not_specialize=["splits", "tokens"])
-def combine(PARTS, STATE, OUT, splits, tokens, H: tl.constexpr, L: tl.constexpr, BL: tl.constexpr):
-    """OUT [T, H, L] from what `split` left, in the order of the context. Grid: tokens times heads."""
+def combine(
+    PARTS, STATE, OUT, splits, tokens, H: tl.constexpr, L: tl.constexpr, BL: tl.constexpr, BS: tl.constexpr,
+    BATCH: tl.constexpr,
+):  # fmt: skip
+    """OUT [T, H, L] from what `split` left, in the order of the context; BS is at least splits. Grid: tokens times
+    heads, blocks of BL values."""
     row = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, BL)
-    best = tl.full([], -1e30, tl.float32)
-    total = tl.zeros([], tl.float32)
+    n = tl.program_id(1) * BL + tl.arange(0, BL)
+    s = tl.arange(0, BS)
+    sums = tl.load(STATE + 2 * (s.to(tl.int64) * tokens * H + row) + 1, mask=s < splits, other=0.0)
+    peaks = tl.load(STATE + 2 * (s.to(tl.int64) * tokens * H + row), mask=s < splits, other=-1e30)
+    best = tl.max(tl.where(sums > 0, peaks, -1e30), 0)
+    total = tl.sum(tl.where(sums > 0, sums * tl.exp2(peaks - best), 0.0), 0)
     acc = tl.zeros([BL], tl.float32)
-    at = row
-    for _ in tl.range(0, splits):
-        theirs = tl.load(STATE + 2 * at + 1)
-        if theirs > 0:
-            peak = tl.load(STATE + 2 * at)
-            new = tl.maximum(best, peak)
-            part = tl.load(PARTS + at * L + n, mask=n < L, other=0.0)
-            acc = acc * tl.exp2(best - new) + part * tl.exp2(peak - new)
-            total = total * tl.exp2(best - new) + theirs * tl.exp2(peak - new)
-            best = new
-        at += tokens * H
+    for first in tl.range(0, splits, BATCH, num_stages=2):
+        s = first + tl.arange(0, BATCH)
+        at = s.to(tl.int64) * tokens * H + row
+        sums = tl.load(STATE + 2 * at + 1, mask=s < splits, other=0.0)
+        weight = tl.where(sums > 0, tl.exp2(tl.load(STATE + 2 * at, mask=s < splits, other=-1e30) - best), 0.0)
+        parts = tl.load(PARTS + at[:, None] * L + n[None, :], mask=(sums > 0)[:, None] & (n < L)[None, :], other=0.0)
+        acc += tl.sum(parts * weight[:, None], 0)
     acc = acc / tl.where(total > 0, total, 1.0)
     tl.store(OUT + row * L + n, rounded(acc, OUT.dtype.element_ty), mask=n < L)

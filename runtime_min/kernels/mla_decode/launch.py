@@ -12,6 +12,7 @@ LOG2E = 1.4426950408889634
 # Blocks that fill the largest GPU of today once.
 BLOCKS = 132
 LONGEST = 16
+MOST_SPLITS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +69,16 @@ def mla_decode(
     config = kernels.pick(Problem(power(heads), power(queries), latent, rope, page_tokens, q_lat.element_size()))
     blocks = -(-queries * heads // config.block)
     splits = max(1, config.waves * BLOCKS // (sequences * blocks))
-    splits = min(splits, max(1, pages.shape[1] // config.pages))
-    sizes = {"H": heads, "L": latent, "BL": power(latent)}
+    splits = min(splits, max(1, pages.shape[1] // config.pages), MOST_SPLITS)
     constants = {
-        **sizes, "R": rope, "BR": power(rope), "P": page_tokens, "BLOCK": config.block, "ALONE": splits == 1,
+        "H": heads,
+        "L": latent,
+        "BL": power(latent),
+        "R": rope,
+        "BR": power(rope),
+        "P": page_tokens,
+        "BLOCK": config.block,
+        "ALONE": splits == 1,
         "STAGES": config.stages,
     }  # fmt: skip
     parts, state = out, out
@@ -84,9 +91,11 @@ def mla_decode(
     grid = (sequences, splits, blocks)
     kernels.run(Launch(kernel="mla_decode.split", grid=grid, args=args, constants=constants, warps=config.warps))
     if splits > 1:
-        grid = (tokens * heads, 1, 1)
+        part = min(128, power(latent))
+        grid = (tokens * heads, -(-latent // part), 1)
         args = (parts, state, out, splits, tokens)
-        kernels.run(Launch(kernel="mla_decode.combine", grid=grid, args=args, constants=sizes))
+        constants = {"H": heads, "L": latent, "BL": part, "BS": MOST_SPLITS, "BATCH": 16}
+        kernels.run(Launch(kernel="mla_decode.combine", grid=grid, args=args, constants=constants))
     return out
 
 

@@ -23,9 +23,9 @@ class Config:
     """Tiles of `bm` queries by `bn` keys."""
 
     bm: int = 128
-    bn: int = 128
+    bn: int = 64
     warps: int = 8
-    stages: int = 2
+    stages: int = 3
 
 
 @dataclass(frozen=True, slots=True)
