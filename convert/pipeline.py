@@ -1,30 +1,26 @@
 """convert(plan, source, out): the whole run on one screen."""
 
 import logging
-import os
-import platform
 import shutil
 import time
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from convert import provenance
 from convert.readers.source import LICENCE_GLOBS, TOKENIZER_FILES, Source
 from convert.repack import pool
 from convert.repack.clock import Clock
-from convert.report import Report, peak_memory, peak_now
+from convert.report import SLACK_DISK, Report, available_memory, peak_memory, peak_now
 from convert.shard.journal import FOLDER, Journal
 from convert.shard.plan import Job, Plan
 from convert.shard.seal import seal
 from convert.shard.writer import write_file
 from specs import manifest
-from specs.errors import PlanError
+from specs.errors import ArtifactError, PlanError
 from specs.storage import nbytes
 
 log = logging.getLogger(__name__)
-SLACK_DISK = 64 << 20
-PROVENANCE = "provenance.json"
 
 
 def convert(
@@ -57,8 +53,8 @@ def convert(
 
         others = pool.run(todo, sum(map(job_bytes, todo)), plan, source, out, workers, clock, done, progress)
         with clock("seal"):
-            write_file(out / PROVENANCE, manifest.canonical(provenance(command, source)))
-            logical = seal(plan, source, out, records)
+            write_file(out / provenance.NAME, provenance.provenance(command, source))
+            logical = finish(plan, source, out, records, journal)
         journal.remove()
     finally:
         journal.close()
@@ -78,6 +74,17 @@ def convert(
     )
 
 
+def finish(
+    plan: Plan, source: Source, out: Path, records: dict[int, dict[str, Any]], journal: Journal
+) -> dict[str, str]:
+    """Seals. A source that turns out to be damaged takes the finished parts with it: a rerun starts anew."""
+    try:
+        return seal(plan, source, out, records)
+    except ArtifactError:
+        journal.forget()
+        raise
+
+
 def already_there(plan: Plan, source: Source, out: Path) -> Report | None:
     """A report if `out` is this very artifact; PlanError if it is occupied by anything else; None if it is free."""
     if not (out / manifest.NAME).exists():
@@ -85,7 +92,7 @@ def already_there(plan: Plan, source: Source, out: Path) -> Report | None:
             return None
         raise PlanError(f"{out}: is not empty and not an unfinished conversion; choose another --out or empty it")
     found = manifest.read(out)
-    if found["plan"] != plan.digest or manifest.read_json(out / PROVENANCE).get("source_state") != source.state:
+    if found["plan"] != plan.digest or manifest.read_json(out / provenance.NAME).get("source_state") != source.state:
         raise PlanError(
             f"{out}: holds a finished artifact of another source, mesh or version; choose another --out or delete it"
         )
@@ -106,16 +113,6 @@ def job_bytes(job: Job) -> int:
     return total
 
 
-def available_memory() -> int:
-    """Bytes that new processes may take, as the kernel estimates it."""
-    try:
-        with open("/proc/meminfo") as f:
-            fields = dict(line.split(":", 1) for line in f)
-        return int(fields["MemAvailable"].split()[0]) * 1024
-    except (OSError, KeyError):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 def check_room(jobs: list[Job], out: Path, workers: int) -> None:
     """PlanError if memory or disk are short, with what is needed, what is there and what to do."""
     problems = []
@@ -134,20 +131,6 @@ def check_room(jobs: list[Job], out: Path, workers: int) -> None:
         )
     if problems:
         raise PlanError(problems)
-
-
-def provenance(command: str, source: Source) -> dict[str, Any]:
-    """Who, when, where and with what. Outside every digest."""
-    packages = {p: version(p) for p in ("kiln", "torch", "safetensors", "numpy")}
-    return {
-        "created": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "command": command,
-        "host": platform.node(),
-        "python": platform.python_version(),
-        "packages": packages,
-        "source_path": str(source.path),
-        "source_state": source.state,
-    }
 
 
 def missing_side_files(folder: Path) -> list[str]:

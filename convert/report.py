@@ -1,5 +1,6 @@
 """What a conversion may need, and what it did."""
 
+import os
 import resource
 import sys
 from dataclasses import dataclass, field
@@ -8,11 +9,22 @@ from pathlib import Path
 BASE_MEMORY = 1 << 30
 PIECE_BYTES = 256 << 20
 PIECES = 2
+SLACK_DISK = 64 << 20
 
 
 def peak_memory(workers: int) -> int:
     """The bound a run keeps: two pieces of 256 MiB per worker, and 1 GiB for everything else."""
     return BASE_MEMORY + workers * PIECES * PIECE_BYTES
+
+
+def available_memory() -> int:
+    """Bytes that new processes may take, as the kernel estimates it."""
+    try:
+        with open("/proc/meminfo") as f:
+            fields = dict(line.split(":", 1) for line in f)
+        return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @dataclass(frozen=True, kw_only=True)

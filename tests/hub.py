@@ -13,13 +13,17 @@ COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
 class Hub(ThreadingHTTPServer):
-    """Serves one folder as repository `someone/model`; counts the bytes of file contents it sent."""
+    """Serves one folder as repository `someone/model`; counts the bytes it sent.
+
+    gated: refuses everything. gated_files: lists the files and refuses their contents. ranges: honours byte ranges.
+    """
 
     daemon_threads = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.folder, self.sent, self.gated = folder, 0, False
+        self.folder, self.sent = folder, 0
+        self.gated, self.gated_files, self.ranges = False, False, True
 
     @property
     def url(self) -> str:
@@ -39,7 +43,7 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.split("?")[0]
         if not path.startswith(("/api/models/someone/model", "/someone/model/")):
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"})
-        if self.server.gated:
+        if self.server.gated or (self.server.gated_files and not path.startswith("/api/")):
             return self.answer(403, b"{}", {"X-Error-Code": "GatedRepo"})
         if path.startswith("/api/"):
             revision = path.partition("/revision/")[2] or path.partition("/tree/")[2] or "main"
@@ -65,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
     def file(self, data: bytes) -> None:
         headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{self.etag(data)}"', "Accept-Ranges": "bytes"}
         wanted = self.headers.get("Range")
-        if wanted:
+        if wanted and self.server.ranges:
             low, high = wanted.removeprefix("bytes=").split("-")
             stop = min(int(high) + 1, len(data)) if high else len(data)
             headers["Content-Range"] = f"bytes {low}-{stop - 1}/{len(data)}"

@@ -1,13 +1,18 @@
 """Every change to a finished artifact is found and named."""
 
 import json
+import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from convert.demo.checkpoint import write_demo
+from convert.demo.geometry import TINY
 from convert.readers.find import find
+from convert.repack.compare import Sample
 from convert.repack.verify import Verdict, verify
 from specs import manifest
 from specs.errors import ArtifactError
@@ -46,7 +51,7 @@ def problems(folder: Path) -> str:
 
 @pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.slow)])
 def test_every_single_byte_change_is_found_and_its_file_named(artifact: Path, count: int) -> None:
-    files = sorted(p for p in artifact.rglob("*") if p.is_file() and p.name != "provenance.json")
+    files = sorted(p for p in artifact.rglob("*") if p.is_file())
     generator = torch.Generator().manual_seed(count)
     for _ in range(count):
         file = files[int(torch.randint(len(files), (1,), generator=generator))]
@@ -154,3 +159,126 @@ def test_part_headers_name_mesh_rank_and_layouts(artifact: Path) -> None:
             "kiln.layouts": "int4_tile.v1,plain.v1",
             "kiln.rank": "1",
         }
+
+
+def sampled(artifact: Path, count: int, seed: int = 0, against: Path | None = None) -> Verdict:
+    source = None if against is None else find(str(against))
+    return verify(artifact, "sample", source, workers=2, sample=Sample(count=count, seed=seed))
+
+
+def test_a_sample_says_what_share_it_checked(artifact: Path, demo: Path) -> None:
+    some, more, all_of_them = sampled(artifact, 1), sampled(artifact, 5), sampled(artifact, 10_000)
+    assert some.ok and more.ok and some.bytes_checked < more.bytes_checked < all_of_them.bytes_checked
+    assert all_of_them.bytes_checked > 0.95 * all_of_them.bytes_total
+    assert sampled(artifact, 3, against=demo).ok
+    assert sampled(artifact, 1).bytes_checked == some.bytes_checked
+
+
+def test_a_sample_of_everything_finds_what_it_covers_and_names_it(artifact: Path) -> None:
+    index = json.loads((artifact / "weights/rank-01/index.json").read_text())
+    entry = next(e for e in index["tensors"] if e["name"] == "layers.1.attn.q_b")
+    part = artifact / "weights/rank-01" / entry["file"]
+    flipped(part, entry["offset"] + 100)
+    found = sampled(artifact, 10_000).problems
+    assert found == (f"{part}: tensor layers.1.attn.q_b: its sha256 is not the one in index.json",)
+    outcomes = {sampled(artifact, 5, seed).ok for seed in range(20)}
+    assert outcomes == {True, False}
+
+
+def test_a_sample_against_a_source_compares_the_chosen_elements(artifact: Path, demo: Path, tmp_path: Path) -> None:
+    model, name = (
+        copied(demo, tmp_path / "model"),
+        "language_model.model.layers.2.mlp.experts.3.gate_proj.weight_packed",
+    )
+    edit(model, name, lambda t: t[name].view(-1)[77].add_(1))
+    found = sampled(artifact, 10_000, against=model).problems
+    assert len(found) == 1 and f"{name}: 1 bytes differ from the source" in found[0]
+    assert sampled(artifact, 2, against=model).ok or name in sampled(artifact, 2, against=model).problems[0]
+
+
+def test_an_artifact_of_other_weights_differs_by_name(artifact: Path, tmp_path: Path) -> None:
+    write_demo(tmp_path / "model", TINY, seed=1)
+    converted(tmp_path / "model", tmp_path / "other", world=4, tp=4)
+    verdict = verify(artifact, "full", find(str(tmp_path / "other")), workers=2)
+    assert any("experts.7.down_proj.weight_packed" in p for p in verdict.problems) and len(verdict.problems) > 100
+
+
+def kinds(artifact: Path) -> dict[str, Path]:
+    """One file of every kind."""
+    files = (p for p in sorted(artifact.rglob("*")) if p.is_file())
+    found: dict[str, Path] = {}
+    for p in files:
+        where = p.relative_to(artifact).parts[:-1]
+        found["/".join([*(w.split("-")[0] for w in where), p.suffix if p.suffix == ".safetensors" else p.name])] = p
+    return found
+
+
+def test_a_flip_in_every_kind_of_file_is_found(artifact: Path) -> None:
+    """First, last and some random bytes of each: papers, provenance, side files, headers with their blanks, tensors."""
+    draw = random.Random(7)
+    files = kinds(artifact)
+    assert {
+        "manifest.json",
+        "provenance.json",
+        "config.json",
+        "tiktoken.model",
+        "LICENSE",
+        "weights/rank/index.json",
+        "weights/rank/.safetensors",
+        "weights/common/.safetensors",
+        "vision/.safetensors",
+    } <= set(files)
+    for file in files.values():
+        size = file.stat().st_size
+        places = {0, size - 1, *(draw.randrange(size) for _ in range(3))}
+        if file.suffix == ".safetensors":
+            header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
+            places |= {8, header - 1, header}
+        for at in places:
+            bit = draw.randrange(8)
+            flipped(file, at, bit)
+            assert file.name in problems(artifact), (file, at, bit)
+            flipped(file, at, bit)
+    assert verify(artifact).ok
+
+
+def test_blanks_are_sealed_too(artifact: Path) -> None:
+    """Changes that leave every JSON value as it was."""
+    for name in ("manifest.json", "provenance.json"):
+        path = artifact / name
+        sound = path.read_bytes()
+        path.write_bytes(sound.replace(b"\n ", b"\n\t", 1))
+        assert f"{name}: was changed after" in problems(artifact)
+        path.write_bytes(sound)
+    (artifact / "provenance.json").unlink()
+    assert "provenance.json: not there" in problems(artifact)
+
+
+def test_padding_of_an_expert_slot_is_sealed(demo: Path, tmp_path: Path) -> None:
+    """Bytes that no weight uses."""
+    write_demo(tmp_path / "model", replace(TINY, hidden=96, moe_ff=32))
+    converted(tmp_path / "model", tmp_path / "out")
+    index = json.loads((tmp_path / "out/weights/rank-00/index.json").read_text())
+    entry = next(e for e in index["tensors"] if e["name"] == "layers.1.experts.down")
+    part = tmp_path / "out/weights/rank-00" / entry["file"]
+    last = entry["offset"] + entry["shape"][1] * 4 - 1
+    assert part.read_bytes()[last] == 0
+    flipped(part, last)
+    assert "changed: tensor layers.1.experts.down" in problems(tmp_path / "out")
+
+
+def test_a_changed_index_does_not_hide_the_damage_beside_it(artifact: Path) -> None:
+    flipped(artifact / "weights/rank-00/index.json", 300)
+    part = artifact / "weights/rank-01/part-01.safetensors"
+    flipped(part, part.stat().st_size - 1)
+    said = problems(artifact)
+    assert "rank-00/index.json: sha256" in said and "rank-01/part-01.safetensors: sha256" in said
+
+
+def test_folders_with_a_seal_of_their_own_are_named(artifact: Path) -> None:
+    (artifact / "kernels/sm90").mkdir(parents=True)
+    (artifact / "kernels/sm90/x.cubin").write_bytes(b"x")
+    verdict = verify(artifact)
+    assert verdict.ok and verdict.warnings == (
+        f"{artifact / 'kernels'}: has a seal of its own, which this check does not cover",
+    )

@@ -1,8 +1,10 @@
 """An artifact is a Source too: every source tensor comes back, bit for bit, from the parts of all ranks."""
 
+from __future__ import annotations
+
 import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,20 @@ import torch
 from torch import Tensor
 
 from convert.readers.files import Files
-from convert.readers.source import Identity
+from convert.readers.sealed import Entry, read_indices, read_sealed
+from convert.readers.source import Identity, side_files
 from convert.repack.assemble import MOVED_AS
 from convert.shard.plan import Store, form, store, ways
-from convert.shard.seal import INDEX
 from runtime_min.kernels.layouts import Int4Groups, layout
 from specs import manifest
 from specs.config import read_config
 from specs.errors import ArtifactError, SourceError
 from specs.expand import Expanded, Item, check_header, expand, tensor_names
 from specs.fold import unfold
-from specs.mesh import Mesh, cut
+from specs.limits import check_sizes
+from specs.mesh import cut
 from specs.schema import load
 from specs.storage import ITEM_BYTES
-
-Entry = dict[str, Any]
 
 
 class ArtifactSource:
@@ -33,23 +34,27 @@ class ArtifactSource:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.manifest = manifest.read(path)
+        self.sealed = sealed = read_sealed(path)
+        if problems := sealed.small_problems():
+            raise ArtifactError(problems)
+        self.manifest, self.mesh = sealed.manifest, sealed.mesh
         self.config: Mapping[str, Any] = manifest.read_json(path / "config.json")
         self.header = dict(unfold(self.manifest["coverage"]["consumed"]))
-        self.mesh = Mesh(**self.manifest["mesh"])
-        spec = load(self.manifest["model"]["spec"])
-        self.expanded: Expanded = expand(spec, read_config(self.config), self.header)
+        config = read_config(self.config)
+        check_sizes(config, len(self.header))
+        self.expanded: Expanded = expand(load(self.manifest["model"]["spec"]), config, self.header)
         check_header(self.expanded, self.header)
         source = self.manifest["source"]
         self.identity = Identity(repo=source["repo"], revision=source["revision"], files=tuple(source["files"]))
         self.state: str = self.manifest["digest"]
+        self.logical: Mapping[str, str] | None = self.manifest["logical"]
         self._items: dict[str, list[tuple[Item, int, int]]] = defaultdict(list)
         for item in self.expanded.items:
             for e, stems in enumerate(item.sources):
                 for j, stem in enumerate(stems):
                     for name in tensor_names(item.family.row.format, stem):
                         self._items[name].append((item, e, j))
-        self.entries = read_indices(path, self.mesh)
+        self.entries = read_indices(sealed)
         self._files = Files()
         self._last = threading.local()
 
@@ -66,10 +71,21 @@ class ArtifactSource:
         part = matrix.words if suffix == "weight_packed" else matrix.scales
         return part[low:high].contiguous().view(torch.uint8).flatten()
 
+    def soon(self, name: str, low: int, high: int) -> None:
+        """Nothing: a tensor's bytes are spread over many files, and the kernel reads each ahead by itself."""
+
     def leading(self, name: str) -> int:
         """`rows` takes multiples of this: stored rows of one index of the logical first axis (a head's rows)."""
         item, _, j = self._items[name][0]
         return item.family.stored(j)[0] // item.family.shapes[j][0]
+
+    def side_files(self) -> Iterator[Path]:
+        """As sealed: what was added to the folder later is not taken along."""
+        yield from (p for p in side_files(self.path) if p.name in self.sealed.small)
+
+    def __reduce__(self) -> tuple[type[ArtifactSource], tuple[Path]]:
+        """Another process opens its own."""
+        return ArtifactSource, (self.path,)
 
     def close(self) -> None:
         self._files.close()
@@ -166,19 +182,3 @@ class ArtifactSource:
             return self._files.read(entry["path"], start, size, entry["name"])
         except SourceError as e:
             raise ArtifactError(e.problems) from e
-
-
-def read_indices(path: Path, mesh: Mesh) -> dict[tuple[Store, int], dict[str, list[Entry]]]:
-    """(store, rank) -> tensor name -> its entries, in order of `start`; each entry gains the `path` of its file."""
-    folders: dict[tuple[Store, int], Path] = {("common", 0): path / "weights/common", ("vision", 0): path / "vision"}
-    folders |= {("rank", r): path / f"weights/rank-{r:02d}" for r in range(mesh.world)}
-    out: dict[tuple[Store, int], dict[str, list[Entry]]] = {}
-    for key, folder in folders.items():
-        entries: dict[str, list[Entry]] = defaultdict(list)
-        if key[0] == "rank" or (folder / INDEX).exists():
-            for entry in manifest.read_json(folder / INDEX)["tensors"]:
-                entries[entry["name"]].append({**entry, "path": folder / entry["file"]})
-        for found in entries.values():
-            found.sort(key=lambda entry: entry.get("start", 0))
-        out[key] = dict(entries)
-    return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -48,6 +49,12 @@ class Files:
         except OSError as e:
             raise SourceError(f"{path}: {what}: reading failed at byte {start + done}: {e.strerror}") from e
         return out
+
+    def soon(self, path: Path, start: int, size: int) -> None:
+        """Asks the kernel to fetch bytes that `read` will want; where it cannot, nothing happens."""
+        if hasattr(os, "posix_fadvise"):
+            with suppress(OSError):
+                os.posix_fadvise(self._open(path), start, size, os.POSIX_FADV_WILLNEED)
 
     def _open(self, path: Path) -> int:
         with self._lock:

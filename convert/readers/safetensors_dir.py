@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from convert.readers.files import Files
+from convert.readers.join import INDEX, file_problems, join, weight_map
 from convert.readers.safetensors_file import read_header
-from convert.readers.source import Identity, TensorInfo
+from convert.readers.source import Identity, TensorInfo, side_files
+from convert.readers.strict_json import parse_object
 from specs.errors import SourceError
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsDir:
@@ -24,11 +24,12 @@ class SafetensorsDir:
 
     def __init__(self, path: Path, identity: Identity | None = None) -> None:
         self.path = path
-        self.config: Mapping[str, Any] = _json(path / "config.json")
+        self.config: Mapping[str, Any] = read_object(path / "config.json")
         self.tensors = _tensors(path)
         self.header = {name: (t.dtype, t.shape) for name, t in self.tensors.items()}
         self._paths = sorted(map(Path, {t.file for t in self.tensors.values()}))
         self.identity = identity or _identity(path, self._paths)
+        self.logical: Mapping[str, str] | None = None
         self._files = Files()
 
     @property
@@ -39,66 +40,55 @@ class SafetensorsDir:
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
         """Rows low..high as flat uint8; SourceError if the file ends early."""
+        return self._files.read(*self._place(name, low, high), name)
+
+    def soon(self, name: str, low: int, high: int) -> None:
+        self._files.soon(*self._place(name, low, high))
+
+    def _place(self, name: str, low: int, high: int) -> tuple[Path, int, int]:
+        """File, first byte and size of rows."""
         t = self.tensors[name]
         row = (t.stop - t.start) // max(1, t.shape[0]) if t.shape else t.stop - t.start
-        return self._files.read(Path(t.file), t.start + low * row, (high - low) * row, name)
+        return Path(t.file), t.start + low * row, (high - low) * row
 
     def leading(self, name: str) -> int:
         return 1
+
+    def side_files(self) -> Iterator[Path]:
+        return side_files(self.path)
 
     def close(self) -> None:
         self._files.close()
 
 
-def _json(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint; SourceError if the file is none."""
     try:
-        value = json.loads(path.read_bytes())
+        if path.exists() and not path.is_file():
+            raise SourceError(f"{path}: is not a file")
+        raw = path.read_bytes()
     except OSError as e:
         raise SourceError(f"{path}: cannot be read: {e.strerror}; a checkpoint folder has one") from e
-    except (ValueError, RecursionError) as e:
-        raise SourceError(f"{path}: not valid JSON: {e}") from e
-    if not isinstance(value, dict):
-        raise SourceError(f"{path}: found a {type(value).__name__}, expected an object")
-    return value
+    return parse_object(str(path), raw)
 
 
 def _tensors(folder: Path) -> dict[str, TensorInfo]:
     """Every tensor of the folder, index and headers compared both ways."""
     index = folder / INDEX
-    weight_map: Mapping[str, str] = {}
-    if index.exists():
-        found = _json(index).get("weight_map")
-        if not isinstance(found, dict) or not all(isinstance(v, str) for v in found.values()):
-            raise SourceError(f"{index}: weight_map is missing or no map of strings")
-        weight_map = found
+    mapped = weight_map(str(index), read_object(index)) if index.exists() else {}
     present = {p.name: p for p in folder.glob("*.safetensors")}
-    named = set(weight_map.values())
-    escaping = sorted(f for f in named if Path(f).name != f)
-    missing = sorted(named - set(present) - set(escaping))
-    problems = [f"{index}: file name {f!r} leads out of the folder" for f in escaping]
-    problems += [f"{folder / f}: named by {INDEX} but not there; download it again" for f in missing]
+    problems = list(file_problems(str(folder), mapped, present))
     if not present:
         problems.append(f"{folder}: no *.safetensors files; expected a checkpoint folder")
-    tensors: dict[str, TensorInfo] = {}
+    headers: dict[str, dict[str, TensorInfo]] = {}
     for name in sorted(present):
         try:
-            header = read_header(present[name])
+            headers[name] = read_header(present[name])
         except SourceError as e:
             problems += e.problems
-            continue
-        for tensor, info in header.items():
-            if tensor in tensors:
-                problems.append(f"{tensor}: is in two files, {tensors[tensor].file} and {info.file}")
-            tensors[tensor] = info
-            if weight_map and weight_map.get(tensor) != name:
-                where = f"maps it to {weight_map[tensor]}" if tensor in weight_map else "does not name it"
-                problems.append(f"{tensor}: is in {present[name]}, but {INDEX} {where}")
-    if not problems:
-        problems += [
-            f"{t}: {INDEX} maps it to {f}, which does not hold it" for t, f in weight_map.items() if t not in tensors
-        ]
-    if problems:
-        raise SourceError(problems)
+    tensors, differences = join(headers, mapped)
+    if problems or differences:
+        raise SourceError([*problems, *differences])
     return tensors
 
 

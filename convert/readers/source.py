@@ -74,19 +74,32 @@ class Source(Protocol):
         """Changes when the files change; decides whether an interrupted conversion may go on."""
         ...
 
+    @property
+    def logical(self) -> Mapping[str, str] | None:
+        """Logical digest by part where it is sealed beforehand, else None; what is read must come to the same."""
+        ...
+
     def rows(self, name: str, low: int, high: int) -> Tensor:
         """Rows low..high of the tensor's first axis, as flat uint8 in the checkpoint's byte order."""
+        ...
+
+    def soon(self, name: str, low: int, high: int) -> None:
+        """A hint that `rows` with the same arguments follows."""
         ...
 
     def leading(self, name: str) -> int:
         """`rows` takes multiples of this many rows."""
         ...
 
+    def side_files(self) -> Iterator[Path]:
+        """The files beside the weights that an artifact takes along."""
+        ...
+
     def close(self) -> None: ...
 
 
 def side_files(folder: Path) -> Iterator[Path]:
-    """The files beside the weights that an artifact takes along."""
+    """The files of a checkpoint folder that an artifact takes along."""
     for name in SIDE_FILES:
         if (folder / name).is_file():
             yield folder / name

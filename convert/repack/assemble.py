@@ -73,6 +73,8 @@ def _int4_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Cloc
     nbytes = 3 * (work.form.nbytes // stack) * ways(work.item.family, plan.mesh)[1]
     for index in range(work.start, work.stop):
         for group in range(groups):
+            for j, stem in enumerate(work.item.sources[group * stack + index]):
+                source.soon(f"{stem}.weight_packed", 0, work.item.family.stored(j)[0])
             yield Step(nbytes, partial(_int4_step, work, kind, group, group * stack + index, plan, source, clock))
 
 
@@ -146,6 +148,8 @@ def _plain_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clo
             for part in range(n) if by_rank else (None,):
                 start = low + rows * (part or 0)
                 stop = start + min(block, rows - low)
+                merged = family.stored(j)[0] // shape[0]
+                source.soon(name, start * merged, stop * merged)
                 run = partial(_plain_step, work, kind, name, j, start, stop, part, first and whole, plan, source, clock)
                 yield Step(2 * (stop - start) * row_bytes, run)
 

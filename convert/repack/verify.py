@@ -1,6 +1,7 @@
 """Is this artifact what it says, and what it was made from?"""
 
 import hashlib
+import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -9,22 +10,19 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from convert.pipeline import PROVENANCE
-from convert.readers.artifact import ArtifactSource, read_indices
-from convert.readers.files import as_bytes
+from convert import provenance
+from convert.readers.artifact import ArtifactSource
 from convert.readers.safetensors_file import read_header_and_metadata
+from convert.readers.sealed import Sealed, read_indices, read_sealed
 from convert.readers.source import Source
-from convert.repack.assemble import BLOCK_BYTES
+from convert.repack.compare import Sample, contents
 from convert.repack.engine import one_thread_per_op
 from specs import manifest
 from specs.errors import ArtifactError, InputError
-from specs.expand import tensor_names
 from specs.mesh import Mesh
 from specs.storage import nbytes
 
-Mode = Literal["quick", "full"]
+Mode = Literal["quick", "sample", "full"]
 CHUNK = 8 << 20
 # Folders that are sealed on their own and may be added to a finished artifact.
 ADDED = ("draft", "kernels", "tuning")
@@ -32,13 +30,17 @@ ADDED = ("draft", "kernels", "tuning")
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """problems: one line each, naming file, and tensor or expert. logical: digests, recomputed unless mode is quick."""
+    """problems: one line each, naming file, and tensor or expert. logical: digests, recomputed if the mode is full.
+
+    bytes_checked of bytes_total are the stored bytes whose digest was taken.
+    """
 
     mode: str
     problems: tuple[str, ...]
     warnings: tuple[str, ...]
     logical: dict[str, str]
     bytes_checked: int
+    bytes_total: int
 
     @property
     def ok(self) -> bool:
@@ -51,134 +53,175 @@ def verify(
     against: Source | None = None,
     workers: int = 1,
     progress: Callable[[int], None] = lambda n: None,
+    sample: Sample | None = None,
 ) -> Verdict:
     """Checks an artifact.
 
-    quick: manifest, file sizes and headers. full: also every file's sha256, and the logical digests by unpacking every
-    tensor. `against`: also every INT4 code, scale and dense element equal to that source, bit for bit.
+    quick: manifest, every file's size and header, and the digests of all small files. sample: also the digests of some
+    stored tensors of every rank. full: also every file's sha256, and the logical digests by unpacking every tensor.
+    `against`: also every INT4 code, scale and dense element (of a sample: the chosen ones) equal to that source.
     """
-    sealed = manifest.read(path)
-    problems = _sizes(path, sealed)
-    warnings = _strangers(path, sealed)
-    if not problems:
-        problems = _headers(path, sealed)
-    checked = 0
-    if mode == "full" and not any("not there" in p for p in problems):
-        damaged = list(_hashes(path, sealed, workers, progress))
-        problems += damaged
-        checked = sum(f["size"] for f in sealed["files"])
-    if mode == "quick" or problems:
-        return Verdict(
-            mode=mode,
-            problems=tuple(problems),
-            warnings=tuple(warnings),
-            logical=sealed["logical"],
-            bytes_checked=checked,
-        )
+    sealed = read_sealed(path)
+    found = Findings(sealed)
+    if mode == "full":
+        found.problems += files_problems(sealed, workers, progress)
+        found.checked = sum(size for size, _ in sealed.files.values())
+    elif mode == "sample" and not found.problems:
+        assert sample is not None
+        found.problems += sample_problems(sealed, sample, workers, progress, found)
+    if mode == "quick" or found.problems or (mode == "sample" and against is None):
+        return found.verdict(mode, sealed.manifest["logical"])
     source = ArtifactSource(path)
     try:
         with one_thread_per_op():
-            logical, differences = _contents(source, against, workers, progress)
+            logical, differences = contents(source, against, workers, progress, sample if mode == "sample" else None)
     finally:
         source.close()
-    problems += differences
-    for part, digest in sealed["logical"].items():
+    found.problems += differences
+    if mode == "sample":
+        return found.verdict(mode, sealed.manifest["logical"])
+    for part, digest in sealed.manifest["logical"].items():
         if logical.get(part) != digest:
-            problems.append(
+            found.problems.append(
                 f"{path / manifest.NAME}: logical digest of {part} is {digest}, the tensors give {logical.get(part)}"
             )
-    return Verdict(
-        mode=mode, problems=tuple(problems), warnings=tuple(warnings), logical=logical, bytes_checked=checked
-    )
+    return found.verdict(mode, logical)
 
 
-def _sizes(path: Path, sealed: dict[str, Any]) -> list[str]:
-    problems = []
-    for file in sealed["files"]:
-        target = path / file["path"]
-        if ".." in Path(file["path"]).parts or Path(file["path"]).is_absolute():
-            problems.append(f"{path / manifest.NAME}: file name {file['path']!r} leads out of the artifact")
-        elif not target.is_file():
-            problems.append(f"{target}: not there, expected {file['size']} bytes; fetch or convert again")
-        elif target.stat().st_size != file["size"]:
-            problems.append(f"{target}: {target.stat().st_size} bytes, expected {file['size']}; fetch or convert again")
-    return problems
+class Findings:
+    """What can be said before any tensor is read: papers, sizes, headers; then whatever the checks add."""
+
+    def __init__(self, sealed: Sealed) -> None:
+        self.sealed, self.checked = sealed, 0
+        path = sealed.path
+        papers = path / manifest.NAME
+        self.warnings = list(strangers(sealed))
+        self.problems = [p for name in sorted(sealed.files) for p in sealed.presence(name)]
+        self.problems += [p for name in sealed.small if not sealed.presence(name) for p in sealed.changes(name)]
+        if papers.read_bytes() != manifest.canonical(sealed.manifest):
+            self.problems.append(f"{papers}: was changed after sealing")
+        self.problems += provenance.problems(path)
+        if not self.problems:
+            self.problems += headers_problems(sealed)
+
+    def verdict(self, mode: Mode, logical: dict[str, str]) -> Verdict:
+        return Verdict(
+            mode=mode,
+            problems=tuple(dict.fromkeys(self.problems)),
+            warnings=tuple(self.warnings),
+            logical=logical,
+            bytes_checked=self.checked,
+            bytes_total=sum(size for size, _ in self.sealed.files.values()),
+        )
 
 
-def _strangers(path: Path, sealed: dict[str, Any]) -> list[str]:
-    known = {f["path"] for f in sealed["files"]} | {manifest.NAME, PROVENANCE, "README.md"}
-    names = (p.relative_to(path) for p in sorted(path.rglob("*")) if p.is_file())
-    return [
-        f"{path / n}: is not part of this artifact" for n in names if str(n) not in known and n.parts[0] not in ADDED
-    ]
+def strangers(sealed: Sealed) -> Iterator[str]:
+    """Files that nobody sealed, and folders whose own seal this check does not read."""
+    known = {*sealed.files, manifest.NAME, provenance.NAME, "README.md"}
+    added = set()
+    for file in sorted(p for p in sealed.path.rglob("*") if not p.is_dir()):
+        name = file.relative_to(sealed.path)
+        if name.parts[0] in ADDED:
+            added.add(name.parts[0])
+        elif str(name) not in known:
+            yield f"{file}: is not part of this artifact"
+    for folder in sorted(added):
+        yield f"{sealed.path / folder}: has a seal of its own, which this check does not cover"
 
 
-def _headers(path: Path, sealed: dict[str, Any]) -> list[str]:
+def headers_problems(sealed: Sealed) -> list[str]:
     """Every part's safetensors header against the index of its folder, and both against the manifest's mesh."""
     problems: list[str] = []
-    mesh = Mesh(**sealed["mesh"])
     by_file: dict[Path, dict[str, dict[str, Any]]] = defaultdict(dict)
-    for entries in read_indices(path, mesh).values():
+    try:
+        indices = read_indices(sealed)
+    except ArtifactError as e:
+        return list(e.problems)
+    for entries in indices.values():
         for found in entries.values():
             for entry in found:
                 by_file[entry["path"]][entry["name"]] = entry
-    listed = {path / f["path"] for f in sealed["files"] if f["path"].endswith(".safetensors")}
+    listed = {sealed.path / f for f in sealed.files if f.endswith(".safetensors")}
     for file in sorted(listed ^ set(by_file)):
         problems.append(f"{file}: is in {'the manifest' if file in listed else 'an index.json'} only")
     for file in sorted(listed & set(by_file)):
-        try:
-            header, metadata = read_header_and_metadata(file)
-        except InputError as e:
-            problems += e.problems
-            continue
-        if metadata.get("kiln.mesh") != str(mesh):
-            problems.append(f"{file}: was made for mesh {metadata.get('kiln.mesh')!r}, the manifest says {mesh}")
-        for name in sorted(set(header) ^ set(by_file[file])):
-            problems.append(f"{file}: {name}: is in {'the file' if name in header else 'index.json'} only")
-        for name in sorted(set(header) & set(by_file[file])):
-            entry, info = by_file[file][name], header[name]
-            want = (entry["dtype"], tuple(entry["shape"]), entry["offset"])
-            if (info.dtype, info.shape, info.start) != want:
-                problems.append(
-                    f"{file}: {name}: header says {(info.dtype, info.shape, info.start)}, index.json {want}"
-                )
+        problems += _header_problems(file, by_file[file], sealed.mesh)
     return problems
 
 
-def _hashes(path: Path, sealed: dict[str, Any], workers: int, progress: Callable[[int], None]) -> Iterator[str]:
+def _header_problems(file: Path, entries: dict[str, dict[str, Any]], mesh: Mesh) -> Iterator[str]:
+    try:
+        header, metadata = read_header_and_metadata(file)
+    except InputError as e:
+        yield from e.problems
+        return
+    if metadata.get("kiln.mesh") != str(mesh):
+        yield f"{file}: was made for mesh {metadata.get('kiln.mesh')!r}, the manifest says {mesh}"
+    for name in sorted(set(header) ^ set(entries)):
+        yield f"{file}: {name}: is in {'the file' if name in header else 'index.json'} only"
+    for name in sorted(set(header) & set(entries)):
+        entry, info = entries[name], header[name]
+        want = (entry["dtype"], tuple(entry["shape"]), entry["offset"])
+        if (info.dtype, info.shape, info.start) != want:
+            yield f"{file}: {name}: header says {(info.dtype, info.shape, info.start)}, index.json {want}"
+
+
+def files_problems(sealed: Sealed, workers: int, progress: Callable[[int], None]) -> Iterator[str]:
+    """Every present file of the right size against its sha256."""
+    present = [f for f in sorted(sealed.files) if f.endswith(".safetensors") and not sealed.presence(f)]
     with ThreadPoolExecutor(workers) as pool:
-        check = partial(_hash_file, path, Mesh(**sealed["mesh"]), progress)
-        for found in pool.map(check, sealed["files"]):
+        for found in pool.map(partial(_hash_file, sealed, progress), present):
             yield from found
 
 
-def _hash_file(path: Path, mesh: Mesh, progress: Callable[[int], None], file: dict[str, Any]) -> list[str]:
-    """Problems of one file: its digest, and then which of its tensors or experts changed."""
-    target = path / file["path"]
-    found = _sha256(target, 0, file["size"], progress)
-    if found == file["sha256"]:
-        return []
-    where = f"{target}: sha256 {found}, expected {file['sha256']}"
+def _hash_file(sealed: Sealed, progress: Callable[[int], None], name: str) -> list[str]:
+    """Problems of one file: its digest, and then which of its tensors changed."""
+    target, (size, want) = sealed.path / name, sealed.files[name]
     try:
-        names = _damaged(target, mesh, path)
+        found = sha256_of(target, 0, size, progress)
+    except OSError as e:
+        return [f"{target}: cannot be read: {e.strerror or e}"]
+    if found == want:
+        return []
+    where = f"{target}: sha256 {found}, expected {want}"
+    try:
+        names = [f"tensor {e['name']}" for e in stored(sealed) if e["path"] == target and not _intact(e)]
     except InputError as e:
         return [where, *e.problems]
     return [f"{where}; changed: {', '.join(names) or 'nothing but the header'}"]
 
 
-def _damaged(target: Path, mesh: Mesh, path: Path) -> list[str]:
-    if target.suffix != ".safetensors":
-        return [target.name]
-    names = []
-    for entries in read_indices(path, mesh).values():
-        for entry in (e for found in entries.values() for e in found if e["path"] == target):
-            size = nbytes(tuple(entry["shape"]), entry["dtype"])
-            if _sha256(target, entry["offset"], size) != entry["sha256"]:
-                names.append(f"tensor {entry['name']}")
-    return names
+def stored(sealed: Sealed) -> Iterator[dict[str, Any]]:
+    """Every entry of every index file."""
+    for entries in read_indices(sealed).values():
+        for found in entries.values():
+            yield from found
 
 
-def _sha256(path: Path, start: int, size: int, progress: Callable[[int], None] = lambda n: None) -> str:
+def _intact(entry: dict[str, Any], progress: Callable[[int], None] = lambda n: None) -> bool:
+    size = nbytes(tuple(entry["shape"]), entry["dtype"])
+    return sha256_of(entry["path"], entry["offset"], size, progress) == str(entry["sha256"])
+
+
+def sample_problems(
+    sealed: Sealed, sample: Sample, workers: int, progress: Callable[[int], None], found: Findings
+) -> Iterator[str]:
+    """`sample.count` stored tensors of every rank, of the common ones and of the vision part, by their digests."""
+    chosen: list[dict[str, Any]] = []
+    for key, entries in sorted(read_indices(sealed).items()):
+        every = [e for name in sorted(entries) for e in entries[name]]
+        draw = random.Random(f"{sample.seed} {key}")
+        chosen += draw.sample(every, min(sample.count, len(every)))
+    found.checked = sum(nbytes(tuple(e["shape"]), e["dtype"]) for e in chosen)
+    found.checked += sum(size for size, _ in sealed.small.values())
+    with ThreadPoolExecutor(workers) as pool:
+        for entry, good in zip(chosen, pool.map(partial(_intact, progress=progress), chosen), strict=True):
+            if not good:
+                yield f"{entry['path']}: tensor {entry['name']}: its sha256 is not the one in index.json"
+
+
+def sha256_of(path: Path, start: int, size: int, progress: Callable[[int], None] = lambda n: None) -> str:
+    """sha256 of bytes start..start+size of a file."""
     digest = hashlib.sha256()
     with path.open("rb") as f:
         f.seek(start)
@@ -190,69 +233,3 @@ def _sha256(path: Path, start: int, size: int, progress: Callable[[int], None] =
             progress(len(data))
             size -= len(data)
     return digest.hexdigest()
-
-
-def _contents(
-    source: ArtifactSource, against: Source | None, workers: int, progress: Callable[[int], None]
-) -> tuple[dict[str, str], list[str]]:
-    """Logical digests by unpacking, and the differences from `against`."""
-    problems: list[str] = []
-    if against is not None:
-        problems = [
-            f"{n}: is in {'the artifact' if n in source.header else 'the source'} only, or of another dtype or shape"
-            for n in sorted({k for k, _ in set(source.header.items()) ^ set(against.header.items())})
-        ]
-    lines: dict[str, dict[str, tuple[str, tuple[int, ...], str]]] = defaultdict(dict)
-    with ThreadPoolExecutor(workers) as pool:
-        for digests, differences in pool.map(partial(_compare, source, against, progress), _bundles(source)):
-            problems += differences
-            for name, sha in digests.items():
-                lines[source.expanded.parts[name]][name] = (*source.header[name], sha)
-    return {part: manifest.logical_digest(found) for part, found in sorted(lines.items())}, problems
-
-
-def _bundles(source: ArtifactSource) -> Iterator[list[str]]:
-    """Source names that are unpacked together: one expert's, or one dense tensor."""
-    seen: set[str] = set()
-    for item in source.expanded.items:
-        for stems in item.sources:
-            names = [n for stem in stems for n in tensor_names(item.family.row.format, stem) if n not in seen]
-            seen.update(names)
-            if item.family.stack:
-                yield names
-            else:
-                yield from ([n] for n in names)
-
-
-def _compare(
-    source: ArtifactSource, against: Source | None, progress: Callable[[int], None], names: list[str]
-) -> tuple[dict[str, str], list[str]]:
-    digests, problems = {}, []
-    for name in names:
-        digest, different, first = hashlib.sha256(), 0, -1
-        dtype, shape = source.header[name]
-        both = against is not None and against.header.get(name) == (dtype, shape)
-        for low, high in _blocks(shape, dtype, source, name):
-            mine = source.rows(name, low, high)
-            digest.update(as_bytes(mine))
-            if both and against is not None:
-                theirs = against.rows(name, low, high)
-                if not torch.equal(mine, theirs):
-                    bad = (mine != theirs).nonzero()
-                    first = first if different else low * (mine.numel() // (high - low)) + int(bad[0])
-                    different += len(bad)
-            progress(mine.numel())
-        digests[name] = digest.hexdigest()
-        if different:
-            problems.append(
-                f"{name}: {different} bytes differ from the source, the first at byte {first} of {dtype} {list(shape)}"
-            )
-    return digests, problems
-
-
-def _blocks(shape: tuple[int, ...], dtype: str, source: ArtifactSource, name: str) -> Iterator[tuple[int, int]]:
-    """Row ranges of at most BLOCK_BYTES, in whole heads."""
-    step = source.leading(name)
-    rows = max(1, BLOCK_BYTES // max(1, nbytes(shape, dtype) // shape[0]) // step) * step
-    for low in range(0, shape[0], rows):
-        yield low, min(shape[0], low + rows)

@@ -1,6 +1,7 @@
 """What an interrupted conversion leaves behind, and how the next run goes on: one record per finished job."""
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -31,7 +32,7 @@ class Journal:
 
     def _claim(self, key: str) -> None:
         path = self.folder / "key"
-        if path.exists() and path.read_text() != key:
+        if path.exists() and path.read_bytes() != key.encode():
             self.close()
             raise PlanError(
                 f"{self.out}: holds an unfinished conversion of another source, mesh or version; "
@@ -43,19 +44,30 @@ class Journal:
             stale.unlink()
 
     def record(self, job: Job, facts: dict[str, Any]) -> None:
-        write_file(self._path(job), json.dumps(facts).encode())
+        raw = json.dumps(facts)
+        write_file(self._path(job), f"{hashlib.sha256(raw.encode()).hexdigest()}\n{raw}".encode())
 
     def finished(self, job: Job) -> dict[str, Any] | None:
-        """The record of a job whose files are all there at their full size, else None."""
+        """The record of a job whose files are all there at their full size, else None: the job is done again.
+
+        A record that is not whole counts as none.
+        """
         path = self._path(job)
         if not path.exists():
             return None
-        facts: dict[str, Any] = json.loads(path.read_bytes())
+        facts = _record(path)
+        if facts is None or set(facts["files"]) != {f.path for f in job.files.values()}:
+            return None
         for name, file in facts["files"].items():
             target = self.out / name
             if not target.is_file() or target.stat().st_size != file["size"]:
                 return None
         return facts
+
+    def forget(self) -> None:
+        """No job counts as finished any more."""
+        for path in self.folder.glob("job-*.json"):
+            path.unlink()
 
     def _path(self, job: Job) -> Path:
         return self.folder / f"job-{job.number:03d}.json"
@@ -70,3 +82,12 @@ class Journal:
         """The artifact is sealed: nothing of the journal stays."""
         self.close()
         shutil.rmtree(self.folder)
+
+
+def _record(path: Path) -> dict[str, Any] | None:
+    """A record file's facts, or None if it is not as it was written."""
+    digest, _, raw = path.read_bytes().partition(b"\n")
+    if digest != hashlib.sha256(raw).hexdigest().encode():
+        return None
+    facts: dict[str, Any] = json.loads(raw)
+    return facts

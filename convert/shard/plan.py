@@ -15,6 +15,7 @@ from typing import Any, Literal
 from specs.dims import ModelConfig
 from specs.errors import CutError
 from specs.expand import Expanded, Family, Item, check_header, expand
+from specs.limits import check_sizes
 from specs.mesh import MAX_WORLD, Axis, Mesh, divisors, spell
 from specs.schema import Spec
 from specs.storage import GROUP, PAGE, int4_slot, largest_tile, nbytes
@@ -142,6 +143,7 @@ def plan(
     part_bytes: int = PART_BYTES,
 ) -> Plan:
     """The whole conversion, decided. Raises CutError or HeaderError with every problem of that kind."""
+    check_sizes(config, len(header))
     expanded = expand(spec, config, header)
     check_header(expanded, header)
     check_cuts(expanded, mesh)

@@ -5,10 +5,11 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from convert.readers.source import Source, side_files
+from convert.readers.source import Source
 from convert.shard.plan import FORMAT_VERSION, FilePlan, Plan, Work, ways
 from convert.shard.writer import write_file
 from specs import manifest
+from specs.errors import ArtifactError
 from specs.fold import fold
 from specs.mesh import cut
 
@@ -21,10 +22,11 @@ def seal(plan: Plan, source: Source, out: Path, records: Records) -> dict[str, s
     files = {
         path: {"size": r["size"], "sha256": r["sha256"]} for rec in records.values() for path, r in rec["files"].items()
     }
-    for path, data in [*_indices(plan, records), *((p.name, p.read_bytes()) for p in side_files(source.path))]:
+    logical = _logical(plan, records)
+    _as_sealed_before(source, logical)
+    for path, data in [*_indices(plan, records), *((p.name, p.read_bytes()) for p in source.side_files())]:
         write_file(out / path, data)
         files[path] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    logical = _logical(plan, records)
     consumed = {n: s for n, s in plan.header.items() if n not in plan.expanded.dropped}
     body = {
         "plan": plan.digest,
@@ -42,6 +44,16 @@ def seal(plan: Plan, source: Source, out: Path, records: Records) -> dict[str, s
     }
     write_file(out / manifest.NAME, manifest.sealed(body))
     return logical
+
+
+def _as_sealed_before(source: Source, logical: dict[str, str]) -> None:
+    """ArtifactError if an artifact's tensors are no longer those it was sealed with."""
+    if source.logical is not None and dict(source.logical) != logical:
+        parts = sorted(p for p in {*logical, *source.logical} if logical.get(p) != source.logical.get(p))
+        raise ArtifactError(
+            f"{source.path}: the tensors of {', '.join(parts)} are not those it was sealed with, so nothing is sealed "
+            f"from them; `kiln verify {source.path}` names what changed"
+        )
 
 
 def _logical(plan: Plan, records: Records) -> dict[str, str]:

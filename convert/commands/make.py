@@ -1,0 +1,123 @@
+"""demo, plan, convert: from a checkpoint to an artifact."""
+
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import click
+
+from convert.commands.common import DEMO, checked, default_out, emit, make_plan, mesh_options, program, workers_default
+
+
+@click.command()
+@click.argument("out", type=click.Path(path_type=Path))
+@click.option("--geometry", type=click.Choice(["tiny", "k2.6"]), default="tiny", help="Sizes of the model.")
+@click.option("--layers", type=click.IntRange(1, 61), default=None, help="Full-size layers to write (k2.6 only).")
+@click.option("--seed", type=int, default=0, help="Seed of the random weights.")
+def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
+    """Write a random checkpoint in the real format to OUT.
+
+    tiny is a few megabytes with tokenizer and chat template. k2.6 writes full-size layers of random words for
+    benches: layer 0 is dense (1 GB), every further one is a mixture of experts (9.8 GB), and 5.6 GB are embedding,
+    head and vision tower.
+    """
+    from convert.demo.checkpoint import write_demo
+    from convert.demo.geometry import TINY, k26
+
+    if (geometry == "k2.6") != (layers is not None):
+        raise click.UsageError("--layers goes with --geometry k2.6 and is needed there")
+    write_demo(out, TINY if layers is None else k26(layers), seed=seed)
+    click.echo(f"wrote {out}; next: kiln convert {shlex.quote(str(out))} --tp 8 --out {shlex.quote(str(out) + '-tp8')}")
+
+
+@click.command()
+@click.argument("model")
+@mesh_options
+def plan(
+    model: str,
+    arch: str,
+    world: int | None,
+    tp: int,
+    ep: int,
+    draft: tuple[str, ...],
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """Show what a conversion of MODEL would write, from its headers alone.
+
+    MODEL is a checkpoint folder, an artifact folder, or a hub id like moonshotai/Kimi-K2.6@main.
+    """
+    from convert.readers.find import find
+    from convert.tables import plan_facts, plan_text
+
+    mesh = checked(arch, world, tp, ep, draft)
+    source = find(model, headers_only=True)
+    made = make_plan(source, mesh, arch)
+    facts = plan_facts(made, workers or workers_default(), source.identity.record())
+    emit(as_json, facts, plan_text(made, facts, shutil.disk_usage(".").free))
+
+
+@click.command()
+@click.argument("model", required=False)
+@click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    default=None,
+    help="Artifact folder.  [default: build/NAME/MESH]",
+    show_default=False,
+)
+@mesh_options
+def convert(
+    model: str | None,
+    out: Path | None,
+    arch: str,
+    world: int | None,
+    tp: int,
+    ep: int,
+    draft: tuple[str, ...],
+    workers: int | None,
+    as_json: bool,
+) -> None:
+    """Convert MODEL into an artifact for one mesh of GPUs.
+
+    MODEL may be an artifact for another mesh. Of a hub id the headers are checked before anything is downloaded.
+    Without MODEL, a small random checkpoint is written to build/demo and converted. An interrupted conversion goes
+    on where it stopped when the same command runs again.
+    """
+    from convert.pipeline import convert as run
+    from convert.pipeline import job_bytes, missing_side_files
+    from convert.progress import Progress
+    from convert.readers.find import find
+    from convert.tables import report_facts, report_text
+
+    mesh = checked(arch, world, tp, ep, draft)
+    if model is None:
+        model = DEMO
+        ensure_demo(Path(model))
+    if not Path(model).exists():
+        make_plan(find(model, headers_only=True), mesh, arch)
+    source = find(model)
+    made = make_plan(source, mesh, arch)
+    out = out or default_out(model, mesh)
+    count = workers or workers_default()
+    for line in [*made.config.warnings, *missing_side_files(source.path)]:
+        click.echo(f"warning: {line}", err=True)
+    with Progress("convert", sum(map(job_bytes, made.jobs))) as progress:
+        report = run(made, source, out, count, progress, command=shlex.join(["kiln", *sys.argv[1:]]))
+    for line in report.warnings:
+        click.echo(f"warning: {line}", err=True)
+    following = (
+        f"next: {program('kiln-run')} generate {shlex.quote(str(out))} --device cpu --prompt Hello --max-tokens 32"
+    )
+    emit(as_json, report_facts(report, count), f"{report_text(report, count)}\n\n{following}")
+
+
+def ensure_demo(path: Path) -> None:
+    """Writes the embedded demo checkpoint unless it is there."""
+    from convert.demo.checkpoint import write_demo
+    from convert.demo.geometry import TINY
+
+    if not (path / "config.json").exists():
+        click.echo(f"no MODEL given: writing a small random checkpoint to {path}", err=True)
+        write_demo(path, TINY)
