@@ -282,3 +282,11 @@ def test_folders_with_a_seal_of_their_own_are_named(artifact: Path) -> None:
     assert verdict.ok and verdict.warnings == (
         f"{artifact / 'kernels'}: has a seal of its own, which this check does not cover",
     )
+
+
+def test_the_card_tells_the_logical_digest(demo: Path, tmp_path: Path) -> None:
+    converted(demo, tmp_path / "a", world=4, tp=4, ep=2)
+    logical = json.loads((tmp_path / "a/manifest.json").read_text())["logical"]
+    text = (tmp_path / "a/README.md").read_text()
+    assert logical and all(f"- {part}: `{digest}`" in text for part, digest in logical.items())
+    assert "| 4 | 4 | 2 |" in text and text.startswith("---\nlibrary_name: kiln\n")

@@ -5,6 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from convert import card
 from convert.readers.source import Source
 from convert.shard.plan import FORMAT_VERSION, FilePlan, Plan, Work, ways
 from convert.shard.writer import write_file
@@ -24,7 +25,9 @@ def seal(plan: Plan, source: Source, out: Path, records: Records) -> dict[str, s
     }
     logical = _logical(plan, records)
     _as_sealed_before(source, logical)
-    for path, data in [*_indices(plan, records), *((p.name, p.read_bytes()) for p in source.side_files())]:
+    beside = [(p.name, p.read_bytes()) for p in source.side_files()]
+    told = (card.NAME, card.card(plan, source.identity, logical).encode())
+    for path, data in [*_indices(plan, records), *beside, told]:
         write_file(out / path, data)
         files[path] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     consumed = {n: s for n, s in plan.header.items() if n not in plan.expanded.dropped}
