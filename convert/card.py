@@ -24,7 +24,7 @@ def card(plan: Plan, identity: Identity, logical: Mapping[str, str]) -> str:
             "",
             f"# A Kiln artifact for {mesh.world} ranks",
             "",
-            f"Made from {source}, {len(plan.header):,} tensors. The licence is the source's, in the files beside this one.",
+            f"Made from {source}, {len(plan.header):,} tensors. Its licence lies beside this file.",
             "",
             "| world | tensor parallel | expert parallel | bytes in all |",
             "|--:|--:|--:|--:|",
