@@ -2,15 +2,18 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from tqdm import tqdm
 
 from runtime_min.launch import DTYPES, Run, launch
 from runtime_min.tasks import Generation, Scoring, generate_task, score_task
 from specs.errors import InputError
+from specs.schema import archs
 
 
 class KilnRun(click.Group):
@@ -172,3 +175,33 @@ def score(
     result = launch(run, score_task, Scoring(source=source, output=output), under_torchrun())
     if result is not None:
         click.echo(json.dumps(result) if as_json else f"wrote {output}: logits {result['shape']} float32")
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@click.option("--arch", default="sm90", help="GPU architectures, comma-separated: " + ", ".join(archs()) + ".")
+@click.option("--workers", type=click.IntRange(1), default=None, help="Processes.  [default: cores]")
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
+def compile(artifact: Path, arch: str, workers: int | None, as_json: bool) -> None:
+    """Compile every kernel that ARTIFACT can launch, ahead of time and without a GPU, into its kernels/ARCH.
+
+    Kernels are sealed apart from the weights; compiling again what is there and unharmed does nothing.
+    """
+    from runtime_min.kernels.compile import compile_artifact
+
+    names = arch.split(",")
+    unknown = sorted(set(names) - set(archs()))
+    if unknown:
+        raise click.UsageError(f"--arch: found {', '.join(unknown)}, known are {', '.join(archs())}")
+    facts = []
+    for name in names:
+        with tqdm(desc=f"compile {name}", unit="kernel", file=sys.stderr, disable=not sys.stderr.isatty()) as bar:
+
+            def progress(done: int, total: int, bar: Any = bar) -> None:
+                bar.total = total
+                bar.update(done - bar.n)
+
+            count, already = compile_artifact(artifact, name, workers or len(os.sched_getaffinity(0)), progress)
+        facts.append({"arch": name, "kernels": count, "already_there": already})
+    lines = [f"{f['arch']}: {f['kernels']} kernels{', already there' if f['already_there'] else ''}" for f in facts]
+    click.echo(json.dumps({"artifact": str(artifact), "compiled": facts}) if as_json else "\n".join(lines))

@@ -12,6 +12,7 @@ import torch.multiprocessing as mp
 
 from runtime_min import ranks
 from runtime_min.artifact import Artifact
+from runtime_min.kernels.choose import kernels_of
 from runtime_min.kernels.jit import Jit
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, Ops, triton_ops
@@ -41,8 +42,8 @@ class Run:
 Task = Callable[[Decoder, Artifact, Any], Any]
 
 
-def settings(run: Run, rank: int, world: int) -> tuple[Settings, Ops]:
-    """Device, dtype and ops of one rank; DeviceError for a combination that does not exist here."""
+def settings(run: Run, rank: int, world: int) -> tuple[Settings, str]:
+    """Device, dtype and the name of the ops of one rank; DeviceError for a combination that does not exist here."""
     gpus = torch.cuda.device_count()
     kind = run.device or ("cuda" if gpus >= world else "cpu")
     if kind == "cuda" and gpus < world:
@@ -57,14 +58,21 @@ def settings(run: Run, rank: int, world: int) -> tuple[Settings, Ops]:
         if not INTERPRET:
             raise DeviceError("--ops triton needs a GPU, or TRITON_INTERPRET=1 for Triton's slow CPU interpreter")
     device = torch.device(kind, rank) if kind == "cuda" else torch.device("cpu")
-    return Settings(dtype=DTYPES[dtype], device=device, inner_eps=run.inner_eps), triton_ops(
-        Jit()
-    ) if ops == "triton" else REF
+    return Settings(dtype=DTYPES[dtype], device=device, inner_eps=run.inner_eps), ops
+
+
+def ops_of(name: str, artifact: Artifact, how: Settings) -> Ops:
+    """Reference ops, or Triton ops by the artifact's own compiled kernels (bf16 on a GPU) or Triton's JIT."""
+    if name == "ref":
+        return REF
+    if how.device.type == "cuda" and how.dtype == torch.bfloat16:
+        return triton_ops(kernels_of(artifact.path, artifact.manifest["digest"]))
+    return triton_ops(Jit())
 
 
 def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: str | None) -> Any:
     """One rank: check, load, join the others, do the task."""
-    chosen, ops = settings(run, rank, world)
+    chosen, name = settings(run, rank, world)
     artifact = Artifact.open(run.artifact, rank, verify=run.verify)
     ranks.check(artifact.mesh, rank, world)
     if chosen.device.type == "cuda":
@@ -73,7 +81,8 @@ def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: st
         torch.set_num_threads(max(1, torch.get_num_threads() // world))
     group = ranks.join(artifact.mesh, rank, world, chosen.device, init)
     try:
-        return task(Decoder(artifact, ops, group, chosen), artifact, argument)
+        model = Decoder.load(artifact, ops_of(name, artifact, chosen), group, chosen)
+        return task(model, artifact, argument)
     finally:
         ranks.leave()
 

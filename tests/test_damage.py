@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from convert.pipeline import convert
+import convert.pipeline
 from convert.probe.probe import Question, probe
 from convert.readers.find import find
 from convert.readers.join import file_problems, join, weight_map
 from convert.readers.safetensors_dir import SafetensorsDir
 from convert.readers.safetensors_file import parse_header
 from convert.readers.sealed import read_sealed
-from convert.readers.source import Source, TensorInfo
+from convert.readers.source import TensorInfo
 from convert.readers.strict_json import parse_object
 from convert.repack.verify import verify
 from convert.shard.journal import FOLDER
@@ -29,7 +29,7 @@ from specs.errors import ArtifactError, InputError, SourceError
 from specs.expand import check_header, expand
 from specs.mesh import Mesh
 from specs.schema import load
-from tests.lab import converted, copied, edit, planned, proven, shard_with, tree
+from tests.lab import converted, copied, edit, proven, shard_with, tree
 
 MESH = {"world": 2, "tp": 2}
 EXPERT = "language_model.model.layers.1.mlp.experts.5."
@@ -323,37 +323,24 @@ def test_what_headers_show_stops_probe_and_convert(demo: Path, tmp_path: Path, c
     assert not (tmp_path / "out").exists()
 
 
-def test_a_damaged_journal_record_is_done_again(demo: Path, tmp_path: Path) -> None:
-    """Records of an interrupted run: one cut short, one with a flipped byte, one empty."""
-    made, source = planned(demo, **MESH), find(str(demo))
+def test_a_damaged_journal_record_is_done_again(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that ended before the seal: one record is cut short, one has a flipped byte, one is empty."""
     out = tmp_path / "out"
-    converted(demo, tmp_path / "whole", **MESH)
+
+    def stopped(*_: object) -> dict[str, str]:
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(convert.pipeline, "seal", stopped)
     with pytest.raises(RuntimeError, match="stopped"):
-        convert(made, Stopping(source, "vision_tower"), out, 1)
+        converted(demo, out, **MESH)
+    monkeypatch.undo()
     records = sorted((out / FOLDER).glob("job-*.json"))
-    assert len(records) >= 3
-    for record, change in zip(
-        records, (lambda d: d[:-9], lambda d: d[:80] + b"~" + d[81:], lambda d: b""), strict=False
-    ):
-        record.write_bytes(change(record.read_bytes()))
-    report = convert(made, source, out, 2)
-    assert report.resumed_jobs == len(records) - 3
+    kept = records[0].read_bytes()
+    for record, damaged in zip(records, (kept[:-9], kept[:80] + b"~" + kept[81:], b""), strict=False):
+        record.write_bytes(damaged)
+    assert converted(demo, out, **MESH).resumed_jobs == len(records) - 3 > 0
+    converted(demo, tmp_path / "whole", **MESH)
     assert tree(out) == tree(tmp_path / "whole") and proven(out, demo).ok
-
-
-class Stopping:
-    """A source that fails when a tensor of that name is read."""
-
-    def __init__(self, source: Source, name: str) -> None:
-        self.source, self.name = source, name
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.source, name)
-
-    def rows(self, name: str, low: int, high: int) -> torch.Tensor:
-        if name.startswith(self.name):
-            raise RuntimeError("stopped")
-        return self.source.rows(name, low, high)
 
 
 def test_a_folder_without_a_seal_is_never_an_artifact(sealed: Path, tmp_path: Path) -> None:

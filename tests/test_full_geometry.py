@@ -90,7 +90,7 @@ def ours(out: Path, ids: Tensor, device: str, dtype: torch.dtype, triton: bool) 
     def work(ranks: Ranks) -> Tensor:
         artifact = Artifact.open(out, ranks.rank, verify=False)
         ops = triton_ops(Jit()) if triton else REF
-        model = Decoder(artifact, ops, ranks, Settings(dtype=dtype, device=torch.device(device), positions=256))
+        model = Decoder.load(artifact, ops, ranks, Settings(dtype=dtype, device=torch.device(device), positions=256))
         return torch.cat([score(model, ids[:1], chunk=TOKENS), score(model, ids[1:], chunk=7)])
 
     parts = together(Mesh(**json.loads((out / "manifest.json").read_text())["mesh"]), work)

@@ -52,7 +52,7 @@ def ids_for(geometry: Geometry, rows: int, length: int) -> Tensor:
 
 def decoder(out: Path, dtype: torch.dtype = torch.float32) -> Decoder:
     artifact = Artifact.open(out)
-    return Decoder(
+    return Decoder.load(
         artifact, REF, Ranks(0, artifact.mesh), Settings(dtype=dtype, device=torch.device("cpu"), positions=4096)
     )
 
@@ -114,7 +114,7 @@ def test_inner_epsilon_is_a_parameter(pair: tuple[Any, Path, Geometry]) -> None:
     ids = ids_for(geometry, 1, 20)
     artifact = Artifact.open(out)
     how = Settings(dtype=torch.float32, device=torch.device("cpu"), positions=64, inner_eps=1e-2)
-    other = Decoder(artifact, REF, Ranks(0, artifact.mesh), how)
+    other = Decoder.load(artifact, REF, Ranks(0, artifact.mesh), how)
     assert (score(other, ids) - score(decoder(out), ids)).abs().max() > 1e-3
 
 

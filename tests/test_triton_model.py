@@ -37,7 +37,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def logits(out: Path, ids: Tensor, chunk: int, device: str, dtype: torch.dtype, triton: bool) -> Tensor:
     artifact = Artifact.open(out)
     how = Settings(dtype=dtype, device=torch.device(device), positions=1024)
-    model = Decoder(artifact, triton_ops(Jit()) if triton else REF, Ranks(0, artifact.mesh), how)
+    model = Decoder.load(artifact, triton_ops(Jit()) if triton else REF, Ranks(0, artifact.mesh), how)
     return score(model, ids, chunk=chunk)
 
 

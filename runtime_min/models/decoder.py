@@ -100,11 +100,9 @@ class Experts:
 class Decoder:
     """One rank's text model. `forward` appends a step to the cache and returns the logits that the batch asks for."""
 
-    def __init__(self, artifact: Artifact, ops: Ops, ranks: Ranks, settings: Settings) -> None:
-        self.dims: TextDims = artifact.config.text
+    def __init__(self, dims: TextDims, weights: dict[str, Stored], ops: Ops, ranks: Ranks, settings: Settings) -> None:
+        d = self.dims = dims
         self.ops, self.ranks, self.settings = ops, ranks, settings
-        weights = artifact.weights(settings.device, settings.dtype)
-        d = self.dims
         positions = settings.positions or d.context
         wide = torch.float64 if settings.dtype == torch.float64 else torch.float32
         self.cos, self.sin = (t.to(settings.device) for t in tables(d.rope, d.qk_rope, positions, wide))
@@ -112,6 +110,12 @@ class Decoder:
         self.embed, self.norm, self.head = (weights[n].tensor for n in ("embed", "norm", "head"))
         self.vocab = cut(d.vocab, ranks.mesh.tp, ranks.mesh.index("tp", ranks.rank))
         self.layers = [self._layer(weights, i) for i in range(d.layers)]
+
+    @classmethod
+    def load(cls, artifact: Artifact, ops: Ops, ranks: Ranks, settings: Settings) -> "Decoder":
+        """The model of one rank of an artifact."""
+        weights = artifact.weights(settings.device, settings.dtype)
+        return cls(artifact.config.text, weights, ops, ranks, settings)
 
     def _layer(self, weights: dict[str, Stored], i: int) -> tuple[Tensor, Attention, Tensor, Dense | Experts]:
         ffn: Dense | Experts

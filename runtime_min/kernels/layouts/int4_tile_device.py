@@ -52,12 +52,12 @@ def eight_codes(words):
     """[BN, 32] words of the rows of a tile with TILE_K 256 -> the codes of its groups 0..7, each [BN, 32] bf16.
 
     Words 2p and 2p + 1 of a row hold inputs 2p and 2p + 1 of groups 0..3 and 4..7. A masked nibble pair with the
-    exponent of 128 on top is the bf16 pair 128 + q + 8; taking 136 away leaves q, exactly.
+    exponent of 128 on top is the bf16 pair 128 + q + 8; taking 136 away (by fma, which sm80 has too) leaves q exactly.
     """
     return tl.inline_asm_elementwise(
         asm="""{
-        .reg .b32 t, mask, high, bias;
-        mov.b32 mask, 0x000F000F; mov.b32 high, 0x43004300; mov.b32 bias, 0x43084308;
+        .reg .b32 t, mask, high, one, bias;
+        mov.b32 mask, 0x000F000F; mov.b32 high, 0x43004300; mov.b32 one, 0x3F803F80; mov.b32 bias, 0xC308C308;
         lop3.b32 $0, $8, mask, high, 0xEA;
         shr.u32 t, $8, 4;  lop3.b32 $1, t, mask, high, 0xEA;
         shr.u32 t, $8, 8;  lop3.b32 $2, t, mask, high, 0xEA;
@@ -66,8 +66,10 @@ def eight_codes(words):
         shr.u32 t, $9, 4;  lop3.b32 $5, t, mask, high, 0xEA;
         shr.u32 t, $9, 8;  lop3.b32 $6, t, mask, high, 0xEA;
         shr.u32 t, $9, 12; lop3.b32 $7, t, mask, high, 0xEA;
-        sub.bf16x2 $0, $0, bias; sub.bf16x2 $1, $1, bias; sub.bf16x2 $2, $2, bias; sub.bf16x2 $3, $3, bias;
-        sub.bf16x2 $4, $4, bias; sub.bf16x2 $5, $5, bias; sub.bf16x2 $6, $6, bias; sub.bf16x2 $7, $7, bias;
+        fma.rn.bf16x2 $0, $0, one, bias; fma.rn.bf16x2 $1, $1, one, bias;
+        fma.rn.bf16x2 $2, $2, one, bias; fma.rn.bf16x2 $3, $3, one, bias;
+        fma.rn.bf16x2 $4, $4, one, bias; fma.rn.bf16x2 $5, $5, one, bias;
+        fma.rn.bf16x2 $6, $6, one, bias; fma.rn.bf16x2 $7, $7, one, bias;
         }""",
         constraints="=&r,=&r,=&r,=&r,=&r,=&r,=&r,=&r,r,r",
         args=[words],

@@ -120,7 +120,8 @@ def heads_linear(kernels: Kernels, x: Tensor, weight: Tensor, across: bool = Fal
     heads, n, k = (weight.transpose(1, 2) if across else weight).shape
     config = kernels.pick(Problem(n, k, heads, rounded(len(x)), across=across))
     if config.torch or len(x) == 0:
-        return torch.bmm(x.transpose(0, 1), weight if across else weight.transpose(1, 2)).transpose(0, 1)
+        y = torch.bmm(x.transpose(0, 1), weight if across else weight.transpose(1, 2))
+        return y.transpose(0, 1).contiguous()
     y = x.new_empty(len(x), heads, n)
     _launch(kernels, config, x, weight, y, None, 0.0, across=across)
     return y

@@ -85,11 +85,12 @@ def combine(
     heads, blocks of BL values."""
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BL + tl.arange(0, BL)
-    s = tl.arange(0, BS)
-    sums = tl.load(STATE + 2 * (s.to(tl.int64) * tokens * H + row) + 1, mask=s < splits, other=0.0)
-    peaks = tl.load(STATE + 2 * (s.to(tl.int64) * tokens * H + row), mask=s < splits, other=-1e30)
-    best = tl.max(tl.where(sums > 0, peaks, -1e30), 0)
-    total = tl.sum(tl.where(sums > 0, sums * tl.exp2(peaks - best), 0.0), 0)
+    every = tl.arange(0, BS)
+    place = every.to(tl.int64) * tokens * H + row
+    all_sums = tl.load(STATE + 2 * place + 1, mask=every < splits, other=0.0)
+    peaks = tl.load(STATE + 2 * place, mask=every < splits, other=-1e30)
+    best = tl.max(tl.where(all_sums > 0, peaks, -1e30), 0)
+    total = tl.sum(tl.where(all_sums > 0, all_sums * tl.exp2(peaks - best), 0.0), 0)
     acc = tl.zeros([BL], tl.float32)
     for first in tl.range(0, splits, BATCH, num_stages=2):
         s = first + tl.arange(0, BATCH)
