@@ -12,6 +12,8 @@ AGAINST ?=
 BIN := .venv/bin
 FLAGS = --arch $(ARCH) --world $(WORLD) --tp $(TP) --ep $(EP) $(foreach d,$(DRAFT),--draft "$(d)")
 
+DEST = $(or $(OUT),build/$(if $(MODEL),$(notdir $(firstword $(subst @, ,$(MODEL)))),demo)/w$(WORLD)-tp$(TP)-ep$(EP))
+
 .DEFAULT_GOAL := help
 .PHONY: help install plan convert verify fmt lint type test test-fast test-slow test-gpu bench clean
 
@@ -26,8 +28,9 @@ install:  ## .venv with everything, CPU torch where there is no GPU
 plan: install  ## what a conversion would write: MODEL=... ARCH= TP= EP= WORLD=
 	$(BIN)/kiln plan "$(MODEL)" $(FLAGS)
 
-convert: install  ## MODEL (or the embedded demo) -> artifact
-	$(BIN)/kiln convert $(if $(MODEL),"$(MODEL)") $(FLAGS) $(if $(OUT),--out "$(OUT)")
+convert: install  ## MODEL (or the embedded demo) -> artifact, kernels for ARCH compiled
+	$(BIN)/kiln convert $(if $(MODEL),"$(MODEL)") $(FLAGS) --out "$(DEST)"
+	$(BIN)/kiln-run compile "$(DEST)" --arch $(ARCH)
 
 verify: install  ## check the artifact OUT, with AGAINST=MODEL bit for bit
 	$(BIN)/kiln verify "$(OUT)" $(if $(AGAINST),--against "$(AGAINST)")

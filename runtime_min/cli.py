@@ -2,8 +2,10 @@
 
 import json
 import os
+import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import click
 from tqdm import tqdm
 
 from runtime_min.launch import DTYPES, Run, launch
-from runtime_min.tasks import Generation, Scoring, generate_task, score_task
+from runtime_min.tasks import Generation, Scoring, doctor_task, generate_task, score_task
 from specs.errors import InputError
 from specs.schema import archs
 
@@ -204,4 +206,31 @@ def compile(artifact: Path, arch: str, workers: int | None, as_json: bool) -> No
             count, already = compile_artifact(artifact, name, workers or len(os.sched_getaffinity(0)), progress)
         facts.append({"arch": name, "kernels": count, "already_there": already})
     lines = [f"{f['arch']}: {f['kernels']} kernels{', already there' if f['already_there'] else ''}" for f in facts]
+    lines += ["", f"next: {shlex.quote(sys.argv[0])} generate {shlex.quote(str(artifact))} --device cpu --prompt Hello"]
     click.echo(json.dumps({"artifact": str(artifact), "compiled": facts}) if as_json else "\n".join(lines))
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@run_options
+@click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
+def doctor(
+    artifact: Path,
+    device: str | None,
+    dtype: str | None,
+    ops: str | None,
+    inner_eps: float,
+    no_verify: bool,
+    as_json: bool,
+) -> None:
+    """Load ARTIFACT and compare every kernel it uses with its definition, on this device and at its sizes."""
+    run = replace(chosen(artifact, device, dtype, ops, inner_eps, no_verify), check=False)
+    result = launch(run, doctor_task, None, under_torchrun())
+    if result is None:
+        return
+    told = "{op:14} {calls:4} calls  error {error:.1e}  allowed {bound:.0e}"
+    rows = [told.format(**row) for row in result["ops"]]
+    last = f"{result['launcher']}: {result['seconds']:.1f} s, {'all good' if result['ok'] else 'WRONG'}"
+    click.echo(json.dumps(result) if as_json else "\n".join([*rows, last]))
+    if not result["ok"]:
+        raise click.exceptions.Exit(1)

@@ -1,5 +1,6 @@
 """One command, all ranks: the artifact's world as processes of this machine, or this process under torchrun."""
 
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import torch.multiprocessing as mp
 
 from runtime_min import ranks
 from runtime_min.artifact import Artifact
+from runtime_min.kernels.check import require
 from runtime_min.kernels.choose import kernels_of
 from runtime_min.kernels.jit import Jit
 from runtime_min.models.decoder import Decoder, Settings
@@ -29,7 +31,8 @@ class DeviceError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What every rank needs to know. `dtype` and `ops` None mean the device's default."""
+    """What every rank needs to know. `dtype` and `ops` None mean the device's default. `verify`: sha256 of this rank's
+    files. `check`: compare kernels with their definitions first."""
 
     artifact: Path
     device: str | None = None
@@ -37,6 +40,7 @@ class Run:
     ops: str | None = None
     inner_eps: float = 1e-6
     verify: bool = True
+    check: bool = True
 
 
 Task = Callable[[Decoder, Artifact, Any], Any]
@@ -82,6 +86,10 @@ def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: st
     group = ranks.join(artifact.mesh, rank, world, chosen.device, init)
     try:
         model = Decoder.load(artifact, ops_of(name, artifact, chosen), group, chosen)
+        if run.check and name == "triton" and chosen.device.type == "cuda":
+            seconds = require(model)
+            if rank == 0:
+                sys.stderr.write(f"self-check: every kernel agrees with its definition, {seconds:.1f} s\n")
         return task(model, artifact, argument)
     finally:
         ranks.leave()

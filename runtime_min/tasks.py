@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from runtime_min.artifact import Artifact
 from runtime_min.generate import PromptError, generate, score
+from runtime_min.kernels.check import self_check
 from runtime_min.models.decoder import Decoder
 from runtime_min.sample import Sampling
 from runtime_min.text import ChatTemplate, Stream, Tokenizer
@@ -117,3 +119,13 @@ def score_task(model: Decoder, artifact: Artifact, wanted: Scoring) -> dict[str,
     save_file({"logits": logits}, draft)
     draft.rename(wanted.output)
     return {"output": str(wanted.output), "shape": list(logits.shape)}
+
+
+def doctor_task(model: Decoder, artifact: Artifact, _: None) -> dict[str, Any] | None:
+    """Rank 0: what the self-check found; None elsewhere."""
+    found, seconds = self_check(model)
+    launcher = type(model.ops.linear.args[0]).__name__.lower() if isinstance(model.ops.linear, partial) else "ref"
+    rows = [{"op": c.op, "calls": c.calls, "error": c.error, "bound": c.bound} for c in found]
+    good = all(c.good for c in found)
+    facts = {"ok": good, "launcher": launcher, "seconds": seconds, "ops": rows}
+    return facts if model.ranks.rank == 0 else None

@@ -231,8 +231,11 @@ def _rope(f: Fields) -> Yarn:
     """`rope_scaling` (with `type` or `rope_type`) beside `rope_theta`, or `rope_parameters` with the theta inside."""
     old, new = f.get("rope_scaling"), f.get("rope_parameters")
     theta = f.get("rope_theta")
-    if old and new and any(new.get(k, v) != v for k, v in old.items() if k != "type"):
+    both = isinstance(old, Mapping) and isinstance(new, Mapping)
+    if both and old and new and any(new.get(k, v) != v for k, v in old.items() if k != "type"):
         f.problems.append(f"{f.where}: rope_scaling and rope_parameters disagree: {old} and {new}")
+    if old and new and not both:
+        f.problems.append(f"{f.where}: rope_scaling and rope_parameters: expected objects, found {old!r} and {new!r}")
     block = f.object("rope_parameters" if new and not old else "rope_scaling")
     if theta is None:
         theta = block.get("rope_theta")

@@ -13,7 +13,7 @@ import torch
 
 from runtime_min.artifact import Artifact, Stored
 from runtime_min.kernels import index
-from runtime_min.kernels.choose import default
+from runtime_min.kernels.choose import chooser
 from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
 from runtime_min.kernels.launch import Problem
@@ -77,7 +77,7 @@ def compile_artifact(path: Path, arch: str, workers: int, progress: Callable[[in
     artifact = Artifact.open(path, 0, verify=False)
     weights = artifact.manifest["digest"]
     shapes = of_artifact(artifact, torch.bfloat16)
-    wanted = list(recorded(artifact.config.text, artifact.mesh, shapes, torch.bfloat16, default).variants)
+    wanted = list(recorded(artifact.config.text, artifact.mesh, shapes, torch.bfloat16, chooser(arch)).variants)
     target = index.folder(path, arch)
     if _there(path, arch, weights, wanted):
         return len(wanted), True

@@ -1,5 +1,6 @@
 """Launches through Triton's JIT (or its CPU interpreter, if TRITON_INTERPRET=1 was set before the first import)."""
 
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -17,8 +18,11 @@ def function(kernel: str) -> Any:
 class Jit:
     """Kernels with their default configs, compiled at first use."""
 
+    def __init__(self, choose: Callable[[Problem], Any] | None = None) -> None:
+        self.choose = choose
+
     def pick(self, problem: Problem) -> Any:
-        return problem.default()
+        return problem.default() if self.choose is None else self.choose(problem)
 
     def run(self, launch: Launch) -> None:
         function(launch.kernel)[launch.grid](

@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
+# Shared memory of a block on the widest cards, in bytes.
+WIDEST = 232448
 Scalar = int | float | bool
 Constant = int | float | bool | str
 
@@ -30,8 +32,8 @@ class Problem(Protocol):
 
     op: ClassVar[str]
 
-    def default(self) -> Any:
-        """The config to use where no table says better."""
+    def default(self, shared: int = WIDEST) -> Any:
+        """The config to use where no table says better, on cards whose blocks have `shared` bytes of shared memory."""
 
 
 class Kernels(Protocol):

@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch
 
 # Above this many tokens a block of weights is used often enough for the library's product to be as fast.
 MOST_TOKENS = 16
@@ -40,7 +40,7 @@ class Problem:
     norm: bool = False
     silu: bool = False
 
-    def default(self) -> Config:
+    def default(self, shared: int = WIDEST) -> Config:
         if self.tokens > MOST_TOKENS:
             return Config(torch=True)
         bn = 16 if self.n < 8192 else 32

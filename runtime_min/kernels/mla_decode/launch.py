@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch
 
 LOG2E = 1.4426950408889634
 # Blocks that fill the largest GPU of today once.
@@ -38,8 +38,8 @@ class Problem:
     page_tokens: int
     item: int = 2
 
-    def default(self) -> Config:
-        block = max(16, min(64, self.heads * self.queries))
+    def default(self, shared: int = WIDEST) -> Config:
+        block = max(16, min(64 if shared >= WIDEST else 16, self.heads * self.queries))
         return Config(block=block, warps=8 if block == 64 else 4, stages=2 if self.item == 2 else 1)
 
     def candidates(self) -> list[Config]:

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch
 
 LOG2E = 1.4426950408889634
 WORKSPACE = 192 << 20
@@ -39,8 +39,10 @@ class Problem:
     value: int
     item: int = 2
 
-    def default(self) -> Config:
-        return Config() if self.item == 2 else Config(bm=64, bn=32, warps=4, stages=1)
+    def default(self, shared: int = WIDEST) -> Config:
+        if self.item != 2:
+            return Config(bm=64, bn=32, warps=4, stages=1)
+        return Config() if shared >= WIDEST else Config(stages=2)
 
     def candidates(self) -> list[Config]:
         tiles = [(128, 128, 8), (128, 64, 4), (128, 64, 8), (64, 64, 4), (64, 128, 4), (128, 96, 8)]

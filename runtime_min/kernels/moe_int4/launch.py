@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch
 from runtime_min.kernels.moe_int4.ref import MoeShape
 from runtime_min.kernels.moe_route.ref import Routing
 from specs.storage import int4_slot
@@ -56,10 +56,10 @@ class Problem:
         """Is `down` one tile deep? Then it walks over rows and takes SiLU-mul in."""
         return self.width == self.down[1] == 256
 
-    def default(self) -> Config:
+    def default(self, shared: int = WIDEST) -> Config:
         few = self.tokens <= EXACT_TOKENS
         bm = 8 if few else 32 if self.tokens <= 2048 else 64
-        stages = 4 if self.tokens <= 2048 else 2
+        stages = 4 if few else 2 if self.tokens > 2048 or shared < WIDEST else 4
         split = 4 if self.tokens <= 2 else 2 if self.tokens <= 32 else 1
         while self.hidden // self.gate_up[1] % split:
             split //= 2

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch
 from runtime_min.kernels.moe_route.ref import Routing
 
 
@@ -23,7 +23,7 @@ class Problem:
     experts: int
     top_k: int
 
-    def default(self) -> Config:
+    def default(self, shared: int = WIDEST) -> Config:
         return Config(warps=1 if self.experts <= 512 else 4)
 
     def candidates(self) -> list[Config]:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Problem:
     hidden: int
     add: bool = False
 
-    def default(self) -> Config:
+    def default(self, shared: int = WIDEST) -> Config:
         return Config(warps=8 if self.hidden > 4096 else 4 if self.hidden > 1024 else 1)
 
     def candidates(self) -> list[Config]:

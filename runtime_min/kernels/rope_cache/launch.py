@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Problem:
     rope: int
     latent: int
 
-    def default(self) -> Config:
+    def default(self, shared: int = WIDEST) -> Config:
         return Config(warps=4 if self.heads > 4 else 2)
 
     def candidates(self) -> list[Config]:

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from runtime_min.kernels.launch import Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Problem:
     op: ClassVar[str] = "silu_mul"
     width: int
 
-    def default(self) -> Config:
+    def default(self, shared: int = WIDEST) -> Config:
         return Config(block=min(1024, 1 << (self.width - 1).bit_length()))
 
     def candidates(self) -> list[Config]:

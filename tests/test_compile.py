@@ -1,0 +1,143 @@
+"""Kernels ahead of time: what is compiled, that it is reproducible, and that what does not fit is refused by name."""
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from runtime_min.artifact import Artifact
+from runtime_min.kernels import index
+from runtime_min.kernels.choose import chooser
+from runtime_min.kernels.compile import recorded
+from runtime_min.kernels.index import KernelError
+from runtime_min.models.shapes import of_artifact, of_dims
+from specs import manifest
+from specs.config import read_config
+from specs.mesh import Mesh
+from specs.schema import archs
+from tests.fullsize import k26_config
+from tests.lab import converted, copied
+
+ROOT = Path(__file__).parent.parent
+BF16 = torch.bfloat16
+Body = dict[str, Any]
+
+
+def compiled(artifact: Path, arch: str, cache: Path) -> str:
+    """Compiles in a process of its own, where Triton is a compiler and its cache is empty."""
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(cache)}
+    command = [sys.executable, "-m", "runtime_min", "compile", str(artifact), "--arch", arch]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def artifact(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("compile")
+    converted(demo, folder / "artifact", world=8, tp=8)
+    assert "sm90: " in compiled(folder / "artifact", "sm90", folder / "cache")
+    return folder / "artifact"
+
+
+def digest_of(artifact: Path) -> str:
+    return str(manifest.read(artifact)["digest"])
+
+
+def test_every_kernel_of_the_model_is_there(artifact: Path) -> None:
+    opened = Artifact.open(artifact)
+    shapes = of_artifact(opened, BF16)
+    wanted = recorded(opened.config.text, opened.mesh, shapes, BF16, chooser("sm90")).variants
+    found = index.read(artifact, "sm90", digest_of(artifact))
+    assert set(found) == set(wanted) and len(found) > 30
+    assert {v.kernel.split(".")[0] for v in found} == {
+        "linear", "mla_decode", "mla_prefill", "moe_int4", "moe_route", "rmsnorm", "rope_cache", "silu_mul",
+    }  # fmt: skip
+    limit = archs()["sm90"]["shared_bytes"]
+    for kernel in found.values():
+        assert kernel.shared_bytes <= limit and index.image(artifact, "sm90", kernel)[:4] == b"\x7fELF"
+
+
+def test_two_builds_in_two_folders_are_byte_equal(artifact: Path, tmp_path: Path) -> None:
+    other = copied(artifact, tmp_path / "elsewhere" / "b")
+    shutil.rmtree(other / "kernels")
+    compiled(other, "sm90", tmp_path / "cache")
+    first, second = (
+        {p.name: p.read_bytes() for p in sorted((a / "kernels/sm90").iterdir())} for a in (artifact, other)
+    )
+    assert first == second
+    assert not any(str(ROOT).encode() in data for data in second.values())
+    assert "already there" in compiled(other, "sm90", tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "arch", ["sm120", *(pytest.param(a, marks=pytest.mark.slow) for a in ("sm80", "sm100", "sm103"))]
+)
+def test_other_architectures_compile_within_their_shared_memory(artifact: Path, tmp_path: Path, arch: str) -> None:
+    other = copied(artifact, tmp_path / "a")
+    compiled(other, arch, tmp_path / "cache")
+    found = index.read(other, arch, digest_of(other))
+    assert max(k.shared_bytes for k in found.values()) <= archs()[arch]["shared_bytes"]
+
+
+@pytest.mark.parametrize("mesh", [Mesh(world=8, tp=8), Mesh(world=8, tp=8, ep=8)], ids=str)
+def test_the_release_s_kernels_are_few(mesh: Mesh) -> None:
+    """No token count, context or page table makes a kernel of its own."""
+    dims = read_config(k26_config()).text
+    meta = of_dims(dims, mesh, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), BF16)
+    found = recorded(dims, mesh, meta, BF16, chooser("sm90"))
+    assert 40 < len(found.variants) < 90
+
+
+def altered(artifact: Path, out: Path, change: Callable[[Body], object], seal: bool = True) -> Path:
+    """A copy whose index was changed, and sealed again if wanted."""
+    other = copied(artifact, out)
+    path = other / "kernels/sm90/index.json"
+    body = json.loads(path.read_text())
+    body.pop("digest")
+    change(body)
+    digest = hashlib.sha256(manifest.canonical(body)).hexdigest() if seal else "0"
+    path.write_bytes(manifest.canonical({**body, "digest": digest}))
+    return other
+
+
+@pytest.mark.parametrize(
+    ("change", "seal", "said"),
+    [
+        (lambda b: b.update(arch="sm80"), True, "compiled for sm80, this is sm90"),
+        (lambda b: b.update(weights="0" * 64), True, "compiled for an artifact of another digest"),
+        (lambda b: b["sources"].update(rmsnorm="0" * 64), True, "rmsnorm: compiled from other device code"),
+        (lambda b: b["sources"].update(gone="0" * 64), True, "gone: compiled from other device code"),
+        (lambda b: b["kernels"].pop(), False, "was changed after sealing"),
+        (lambda b: b.update(version=99), True, "is no kiln-kernels index of version 1"),
+    ],
+)
+def test_an_index_that_does_not_fit_is_refused(
+    artifact: Path, tmp_path: Path, change: Callable[[Body], object], seal: bool, said: str
+) -> None:
+    other = altered(artifact, tmp_path / "a", change, seal)
+    with pytest.raises(KernelError, match=said) as caught:
+        index.read(other, "sm90", digest_of(other))
+    assert f"run `kiln-run compile {other} --arch sm90`" in str(caught.value)
+
+
+def test_a_flipped_byte_in_a_cubin_is_refused(artifact: Path, tmp_path: Path) -> None:
+    other = copied(artifact, tmp_path / "a")
+    kernel = next(iter(index.read(other, "sm90", digest_of(other)).values()))
+    path = other / "kernels/sm90" / kernel.file
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(KernelError, match=rf"{kernel.file}: is not the file that was sealed; run `kiln-run compile"):
+        index.image(other, "sm90", kernel)
+    path.unlink()
+    with pytest.raises(KernelError, match="cannot be read"):
+        index.image(other, "sm90", kernel)
