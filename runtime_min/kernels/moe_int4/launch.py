@@ -138,8 +138,10 @@ def _blocks(kernels: Kernels, config: Config, ids: Tensor, first: int, here: int
     if config.direct:
         return _Blocks(ids, ids, ids, ids, first, here, routes)
     count = routes // config.bm + min(here, routes)
-    room = torch.empty(here + count + 1 + count * config.bm, dtype=torch.int32, device=ids.device)
-    counts, experts, number, order = torch.split(room, [here, count, 1, count * config.bm])
+    # Kernels may count on 16 bytes: every part of the room begins on four words.
+    sizes = [-(-n // 4) * 4 for n in (here, count, 1, count * config.bm)]
+    room = torch.empty(sum(sizes), dtype=torch.int32, device=ids.device)
+    counts, experts, number, order = torch.split(room, sizes)
     grid = (here, 1, 1)
     kernels.run(
         Launch(kernel="moe_int4.count", grid=grid, args=(ids, counts, first, routes), constants={"BLOCK": SCAN})
