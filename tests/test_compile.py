@@ -14,10 +14,12 @@ import pytest
 import torch
 
 from runtime_min.artifact import Artifact
-from runtime_min.kernels import index
+from runtime_min.kernels import cubin, index
 from runtime_min.kernels.choose import chooser
 from runtime_min.kernels.compile import recorded
 from runtime_min.kernels.index import KernelError
+from runtime_min.kernels.launch import Launch
+from runtime_min.kernels.rmsnorm.launch import rmsnorm
 from runtime_min.models.shapes import of_artifact, of_dims
 from specs import manifest
 from specs.config import read_config
@@ -141,3 +143,28 @@ def test_a_flipped_byte_in_a_cubin_is_refused(artifact: Path, tmp_path: Path) ->
     path.unlink()
     with pytest.raises(KernelError, match="cannot be read"):
         index.image(other, "sm90", kernel)
+
+
+class NoDriver:
+    """Stands in for libcuda where there is none: loads anything, launches nothing."""
+
+    def function(self, image: bytes, symbol: str, shared: int) -> int:
+        return len(image)
+
+
+def test_what_was_not_compiled_is_named_when_it_is_wanted(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cubin, "Driver", NoDriver)
+    kernels = cubin.Cubins(artifact, "sm90", digest_of(artifact), chooser("sm90"))
+    x = torch.zeros(2, 256, dtype=BF16)
+    odd = Launch(kernel="rmsnorm.rows", grid=(2, 1, 1), args=(x, x, x, x, x, 1e-6, 256), constants={"H": 255}, warps=3)
+    with pytest.raises(KernelError, match=r"kernels/sm90: has no rmsnorm.rows for .*'H': 255.*3 warps; run `kiln-run"):
+        kernels.run(odd)
+
+
+def test_pointers_off_16_bytes_are_refused(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cubin, "Driver", NoDriver)
+    kernels = cubin.Cubins(artifact, "sm90", digest_of(artifact), chooser("sm90"))
+    hidden = Artifact.open(artifact, verify=False).config.text.hidden
+    x = torch.zeros(3 * hidden, dtype=BF16)[1 : 1 + 2 * hidden].view(2, hidden)
+    with pytest.raises(KernelError, match=rf"rmsnorm.rows: a bf16 tensor of shape \[2, {hidden}\] is not on 16 bytes"):
+        rmsnorm(kernels, x, torch.zeros(hidden, dtype=BF16), 1e-6)

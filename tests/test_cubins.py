@@ -37,7 +37,8 @@ def bare(*args: object, read_only: bool = True) -> subprocess.CompletedProcess[s
     env["PYTHONPATH"] = f"{ROOT}:{env.get('PYTHONPATH', '')}"
     command = [sys.executable, "-B", "-c", SCRIPT, *map(str, args)]
     if read_only:
-        mounts = "awk '$2 !~ \"^/(proc|sys|dev)\" {print $2}' /proc/mounts | while read m; do mount -o remount,bind,ro $m 2>/dev/null; done; "
+        places = "awk '$2 !~ \"^/(proc|sys|dev)\" {print $2}' /proc/mounts"
+        mounts = f"{places} | while read m; do mount -o remount,bind,ro $m 2>/dev/null; done; "
         test = "if touch /tmp/w 2>/dev/null; then echo writable >&2; exit 99; fi; "
         path = os.environ["PATH"]
         inner = f'PATH={path}; {mounts}{test}PATH=/nowhere; exec "$@"'

@@ -26,6 +26,8 @@ class Driver:
             self.cuda = ctypes.CDLL("libcuda.so.1")
         except OSError as e:
             raise KernelError(f"libcuda.so.1: {e}; compiled kernels need the NVIDIA driver") from e
+        # torch's context becomes the current one of this thread.
+        torch.zeros(1, device="cuda")
 
     def __call__(self, name: str, *args: Any) -> None:
         code = getattr(self.cuda, name)(*args)
@@ -58,7 +60,6 @@ class Cubins:
     def __init__(self, artifact: Path, arch: str, weights: str, choose: Callable[[Problem], Any]) -> None:
         self.artifact, self.arch, self.pick = artifact, arch, choose
         self.driver = Driver()
-        torch.zeros(1, device="cuda")
         self.kernels: dict[Variant, tuple[Compiled, ctypes.c_void_p]] = {}
         for key, kernel in index.read(artifact, arch, weights).items():
             image = index.image(artifact, arch, kernel)
