@@ -168,3 +168,43 @@ def test_pointers_off_16_bytes_are_refused(artifact: Path, monkeypatch: pytest.M
     x = torch.zeros(3 * hidden, dtype=BF16)[1 : 1 + 2 * hidden].view(2, hidden)
     with pytest.raises(KernelError, match=rf"rmsnorm.rows: a bf16 tensor of shape \[2, {hidden}\] is not on 16 bytes"):
         rmsnorm(kernels, x, torch.zeros(hidden, dtype=BF16), 1e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", list(archs()))
+def test_the_release_s_kernels_fit_every_architecture(arch: str, tmp_path: Path) -> None:
+    """And archs.yaml says how much of a block's shared memory they take, by the Triton that this was written with."""
+    dims = read_config(k26_config()).text
+    script = tmp_path / "shared.py"
+    script.write_text(SHARED)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, str(script), arch], cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and dims.layers == 61, done.stderr[-3000:]
+    facts = archs()[arch]
+    assert int(done.stdout) == facts["kernel_bytes"] <= facts["shared_bytes"]
+
+
+SHARED = """
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from runtime_min.kernels.choose import chooser
+from runtime_min.kernels.compile import compiled, recorded
+from runtime_min.models.shapes import of_dims
+from specs.config import read_config
+from specs.mesh import Mesh
+from tests.fullsize import k26_config
+
+if __name__ == "__main__":
+    dims = replace(read_config(k26_config()).text, layers=2)
+    wanted = {}
+    for mesh in (Mesh(world=8, tp=8), Mesh(world=8, tp=8, ep=8)):
+        meta = of_dims(dims, mesh, lambda s, t: torch.empty(s, dtype=t, device="meta"), torch.bfloat16)
+        wanted |= recorded(dims, mesh, meta, torch.bfloat16, chooser(sys.argv[1])).variants
+    with ProcessPoolExecutor(2) as pool:
+        print(max(k.shared_bytes for k, _ in pool.map(partial(compiled, arch=sys.argv[1]), wanted)))
+"""

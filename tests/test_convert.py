@@ -288,6 +288,16 @@ def test_killed_anywhere_a_rerun_gives_the_same_bytes(demo: Path, tmp_path: Path
         assert all(p.exists() for p in finished)
 
 
+def test_a_small_file_that_could_not_be_written_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(handle: int, data: memoryview) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(convert.shard.writer, "write_all", full)
+    with pytest.raises(OutputError, match="No space left on device"):
+        convert.shard.writer.write_file(tmp_path / "job.json", b"{}")
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_full_disk_leaves_a_clear_error_and_no_final_names(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -52,6 +52,9 @@ def write_file(path: Path, data: bytes) -> None:
         try:
             write_all(handle, memoryview(data))
             os.fsync(handle)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
         finally:
             os.close(handle)
         draft.rename(path)
