@@ -12,7 +12,7 @@ AGAINST ?=
 BIN := .venv/bin
 FLAGS = --arch $(ARCH) --world $(WORLD) --tp $(TP) --ep $(EP) $(foreach d,$(DRAFT),--draft "$(d)")
 
-DEST = $(or $(OUT),build/$(if $(MODEL),$(notdir $(firstword $(subst @, ,$(MODEL)))),demo)/w$(WORLD)-tp$(TP)-ep$(EP))
+DEST = $(or $(OUT),build/$(if $(MODEL),$(notdir $(patsubst %/,%,$(firstword $(subst @, ,$(MODEL))))),demo)/w$(WORLD)-tp$(TP)-ep$(EP))
 
 .DEFAULT_GOAL := help
 .PHONY: help install plan convert verify fmt lint type test test-fast test-slow test-gpu bench clean
