@@ -230,7 +230,8 @@ def doctor(
         return
     told = "{op:14} {calls:4} calls  error {error:.1e}  allowed {bound:.0e}"
     rows = [told.format(**row) for row in result["ops"]]
-    last = f"{result['launcher']}: {result['seconds']:.1f} s, {'all good' if result['ok'] else 'WRONG'}"
+    verdict = "all good" if result["ok"] else "WRONG"
+    last = f"{result['launcher']}, {result['compiled']} compiled here: {result['seconds']:.1f} s, {verdict}"
     click.echo(json.dumps(result) if as_json else "\n".join([*rows, last]))
     if not result["ok"]:
         raise click.exceptions.Exit(1)

@@ -31,7 +31,7 @@ __all__ = ["REF", "MoeShape", "Ops", "Routing", "triton_ops"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ops:
-    """One callable an op; arguments, shapes and dtypes are those of the op's ref.py."""
+    """One callable an op; arguments, shapes and dtypes are those of the op's ref.py. kernels: who launches them."""
 
     rmsnorm: Callable[[Tensor, Tensor, float], Tensor]
     add_rmsnorm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
@@ -45,6 +45,7 @@ class Ops:
     mla_decode: Callable[..., Tensor]
     mla_prefill: Callable[..., Tensor]
     moe_int4: Callable[[Tensor, Tensor, Tensor, Routing, int, MoeShape], Tensor]
+    kernels: Kernels | None = None
 
 
 REF = Ops(
@@ -78,4 +79,5 @@ def triton_ops(kernels: Kernels) -> Ops:
         mla_decode=partial(mla_decode_launch.mla_decode, kernels),
         mla_prefill=partial(mla_prefill_launch.mla_prefill, kernels),
         moe_int4=partial(moe_int4_launch.moe_int4, kernels),
+        kernels=kernels,
     )

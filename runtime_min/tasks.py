@@ -3,7 +3,6 @@
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +123,10 @@ def score_task(model: Decoder, artifact: Artifact, wanted: Scoring) -> dict[str,
 def doctor_task(model: Decoder, artifact: Artifact, _: None) -> dict[str, Any] | None:
     """Rank 0: what the self-check found; None elsewhere."""
     found, seconds = self_check(model)
-    launcher = type(model.ops.linear.args[0]).__name__.lower() if isinstance(model.ops.linear, partial) else "ref"
+    kernels = model.ops.kernels
+    launcher = "ref" if kernels is None else type(kernels).__name__.lower()
     rows = [{"op": c.op, "calls": c.calls, "error": c.error, "bound": c.bound} for c in found]
     good = all(c.good for c in found)
-    facts = {"ok": good, "launcher": launcher, "seconds": seconds, "ops": rows}
+    compiled = 0 if kernels is None else kernels.compiled
+    facts = {"ok": good, "launcher": launcher, "compiled": compiled, "seconds": seconds, "ops": rows}
     return facts if model.ranks.rank == 0 else None

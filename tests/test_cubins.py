@@ -67,7 +67,7 @@ def test_the_launcher_is_the_cubins_and_nothing_compiles(artifact: Path) -> None
     done = bare("doctor", artifact, "--device", "cuda", "--json", read_only=False)
     assert done.returncode == 0, done.stderr[-2000:]
     facts = json.loads(done.stdout)
-    assert facts["ok"] and facts["launcher"] == "cubins" and facts["seconds"] < 10
+    assert facts["ok"] and facts["launcher"] == "cubins" and facts["compiled"] == 0 and facts["seconds"] < 10
 
 
 def test_without_triton_and_without_cubins_nothing_runs(artifact: Path, tmp_path: Path) -> None:

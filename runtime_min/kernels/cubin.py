@@ -55,7 +55,7 @@ def arch_here() -> str:
 class Cubins:
     """Kernels of one artifact. Everything is loaded and checked at once; what is missing is named when it is wanted."""
 
-    compiled_at_run_time = 0
+    compiled = 0
 
     def __init__(self, artifact: Path, arch: str, weights: str, choose: Callable[[Problem], Any]) -> None:
         self.artifact, self.arch, self.pick = artifact, arch, choose

@@ -6,6 +6,7 @@ from importlib import import_module
 from typing import Any
 
 from runtime_min.kernels.launch import Launch, Problem
+from runtime_min.kernels.record import Variant, variant
 
 
 @cache
@@ -20,11 +21,17 @@ class Jit:
 
     def __init__(self, choose: Callable[[Problem], Any] | None = None) -> None:
         self.choose = choose
+        self.seen: set[Variant] = set()
+
+    @property
+    def compiled(self) -> int:
+        return len(self.seen)
 
     def pick(self, problem: Problem) -> Any:
         return problem.default() if self.choose is None else self.choose(problem)
 
     def run(self, launch: Launch) -> None:
+        self.seen.add(variant(launch))
         function(launch.kernel)[launch.grid](
             *launch.args, **launch.constants, num_warps=launch.warps, num_stages=launch.stages
         )

@@ -16,10 +16,7 @@ BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
 
 class Fixed(Jit):
     def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def pick(self, problem: Any) -> Any:
-        return self.config
+        super().__init__(lambda problem: config)
 
 
 def case(
