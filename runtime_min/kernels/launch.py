@@ -47,3 +47,8 @@ class Kernels(Protocol):
     def compiled(self) -> int:
         """How many kernels had to be compiled in this process so far."""
         ...
+
+
+def power(n: int) -> int:
+    """The smallest power of two that is at least n."""
+    return 1 << max(0, n - 1).bit_length()

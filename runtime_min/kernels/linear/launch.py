@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 # Above this many tokens a block of weights is used often enough for the library's product to be as fast.
 MOST_TOKENS = 16
@@ -76,13 +76,9 @@ def scratch(device: torch.device, floats: int, tiles: int) -> tuple[Tensor, Tens
     return torch.empty(floats, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
-def rounded(tokens: int) -> int:
-    return 1 << max(0, tokens - 1).bit_length()
-
-
 def linear(kernels: Kernels, x: Tensor, weight: Tensor, out: torch.dtype | None = None) -> Tensor:
     n, k = weight.shape
-    config = kernels.pick(Problem(n, k, 1, rounded(len(x))))
+    config = kernels.pick(Problem(n, k, 1, power(len(x))))
     if config.torch or len(x) == 0:
         return library(x, weight, out or x.dtype)
     y = x.new_empty(len(x), n, dtype=out or x.dtype)
@@ -96,7 +92,7 @@ def norm_linear(
     from runtime_min.kernels.rmsnorm.launch import rmsnorm
 
     n, k = weight.shape
-    config = kernels.pick(Problem(n, k, 1, rounded(len(x)), norm=True))
+    config = kernels.pick(Problem(n, k, 1, power(len(x)), norm=True))
     if config.torch or len(x) == 0:
         return library(rmsnorm(kernels, x, gamma, eps), weight, out or x.dtype)
     y = x.new_empty(len(x), n, dtype=out or x.dtype)
@@ -108,7 +104,7 @@ def silu_linear(kernels: Kernels, gate_up: Tensor, weight: Tensor) -> Tensor:
     from runtime_min.kernels.silu_mul.launch import silu_mul
 
     n, k = weight.shape
-    config = kernels.pick(Problem(n, k, 1, rounded(len(gate_up)), silu=True))
+    config = kernels.pick(Problem(n, k, 1, power(len(gate_up)), silu=True))
     if config.torch or len(gate_up) == 0:
         return library(silu_mul(kernels, gate_up), weight, gate_up.dtype)
     y = gate_up.new_empty(len(gate_up), n)
@@ -118,7 +114,7 @@ def silu_linear(kernels: Kernels, gate_up: Tensor, weight: Tensor) -> Tensor:
 
 def heads_linear(kernels: Kernels, x: Tensor, weight: Tensor, across: bool = False) -> Tensor:
     heads, n, k = (weight.transpose(1, 2) if across else weight).shape
-    config = kernels.pick(Problem(n, k, heads, rounded(len(x)), across=across))
+    config = kernels.pick(Problem(n, k, heads, power(len(x)), across=across))
     if config.torch or len(x) == 0:
         y = torch.bmm(x.transpose(0, 1), weight if across else weight.transpose(1, 2))
         return y.transpose(0, 1).contiguous()
@@ -147,7 +143,7 @@ def _launch(
         raise ValueError(
             f"linear: strides {x.stride()}, {weight.stride()}, {y.stride()}; inner axes must be contiguous"
         )
-    bm = max(8, min(16, rounded(tokens)))
+    bm = max(8, min(16, power(tokens)))
     blocks = -(-tokens // bm)
     grid = (-(-n // config.bn), config.split, heads * blocks)
     tiles = grid[0] * grid[2]

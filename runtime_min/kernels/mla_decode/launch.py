@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 LOG2E = 1.4426950408889634
 # Blocks that fill the largest GPU of today once.
@@ -97,8 +97,3 @@ def mla_decode(
         constants = {"H": heads, "L": latent, "BL": part, "BS": MOST_SPLITS, "BATCH": 16}
         kernels.run(Launch(kernel="mla_decode.combine", grid=grid, args=args, constants=constants))
     return out
-
-
-def power(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()

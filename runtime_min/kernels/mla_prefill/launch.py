@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 LOG2E = 1.4426950408889634
 WORKSPACE = 192 << 20
@@ -133,8 +133,3 @@ def _same_rows(keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         room = x.new_empty(n, row)[:, : heads * x.shape[2]].view(n, heads, x.shape[2])
         out.append(room.copy_(x))
     return out[0], out[1]
-
-
-def power(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 from runtime_min.kernels.moe_int4.ref import MoeShape
 from runtime_min.kernels.moe_route.ref import Routing
 from specs.storage import int4_slot
@@ -99,7 +99,7 @@ def moe_int4(
         raise ValueError(f"moe_int4: x has strides {x.stride()}; rows must be contiguous and a multiple of 8 apart")
     here, routes = len(gate_up), tokens * top_k
     config: Config = kernels.pick(
-        Problem(shape.hidden, shape.width, here, top_k, rounded(tokens), shape.gate_up, shape.down)
+        Problem(shape.hidden, shape.width, here, top_k, power(tokens), shape.gate_up, shape.down)
     )
     blocks = _blocks(kernels, config, routing.ids, first, here)
     between = torch.float32 if tokens <= EXACT_TOKENS else x.dtype
@@ -196,12 +196,3 @@ def _narrow(
     )  # fmt: skip
     grid = (shape.hidden // (tile.bn * tile.walk), 1, blocks.count)
     kernels.run(Launch(kernel="moe_int4.narrow", grid=grid, args=args, constants=constants, warps=tile.warps))
-
-
-def rounded(tokens: int) -> int:
-    return power(tokens)
-
-
-def power(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 from runtime_min.kernels.moe_route.ref import Routing
 
 
@@ -40,7 +40,7 @@ def route(kernels: Kernels, logits: Tensor, bias: Tensor, top_k: int, scale: flo
                 f"route: {logits.dtype} logits with strides {logits.stride()}, expected contiguous float32"
             )
         config = kernels.pick(Problem(experts, top_k))
-        constants = {"E": experts, "BLOCK": 1 << (experts - 1).bit_length(), "TOP_K": top_k}
+        constants = {"E": experts, "BLOCK": power(experts), "TOP_K": top_k}
         args = (logits, bias, ids, weights, scale)
         kernels.run(
             Launch(kernel="moe_route.choose", grid=(tokens, 1, 1), args=args, constants=constants, warps=config.warps)

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +50,6 @@ def _launch(
     if x.stride(1) != 1 or (add and not residual.is_contiguous()):
         raise ValueError(f"rmsnorm: strides {x.stride()} and {residual.stride()}; rows must be contiguous")
     config = kernels.pick(Problem(hidden, add))
-    constants = {"H": hidden, "BLOCK": 1 << (hidden - 1).bit_length(), "ADD": add}
+    constants = {"H": hidden, "BLOCK": power(hidden), "ADD": add}
     args = (x, residual, weight, total, y, eps, x.stride(0))
     kernels.run(Launch(kernel="rmsnorm.rows", grid=(tokens, 1, 1), args=args, constants=constants, warps=config.warps))

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,3 @@ def rope_cache(
         Launch(kernel="rope_cache.rows", grid=(tokens, 1, 1), args=args, constants=constants, warps=config.warps)
     )
     return out
-
-
-def power(n: int) -> int:
-    """The next power of two."""
-    return 1 << (n - 1).bit_length()

@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch
+from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class Problem:
     width: int
 
     def default(self, shared: int = WIDEST) -> Config:
-        return Config(block=min(1024, 1 << (self.width - 1).bit_length()))
+        return Config(block=min(1024, power(self.width)))
 
     def candidates(self) -> list[Config]:
         return [
