@@ -12,6 +12,7 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from runtime_min.commands.kernels import bench, tune
 from runtime_min.launch import DTYPES, Run, launch
 from runtime_min.tasks import Generation, Scoring, doctor_task, generate_task, score_task
 from specs.errors import InputError
@@ -235,3 +236,7 @@ def doctor(
     click.echo(json.dumps(result) if as_json else "\n".join([*rows, last]))
     if not result["ok"]:
         raise click.exceptions.Exit(1)
+
+
+main.add_command(tune)
+main.add_command(bench)

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import torch
 
+from runtime_min.kernels.choose import chooser_here
 from runtime_min.kernels.compile import Alone
 from runtime_min.kernels.jit import Jit
 from runtime_min.kv import Batch, LatentCache, Sequence, batch
@@ -104,7 +105,7 @@ def main(config: Path, tp: int, ep: int, bandwidth: float, result: Path | None) 
     dims = read_config(manifest.read_json(config)).text
     weights = of_dims(dims, mesh, random(device), torch.bfloat16)
     how = Settings(dtype=torch.bfloat16, device=device, positions=max(c for _, c in CASES))
-    model = Decoder(dims, weights, triton_ops(Jit()), Alone(0, mesh), how)
+    model = Decoder(dims, weights, triton_ops(Jit(chooser_here())), Alone(0, mesh), how)
     rows = [
         Row(sequences=n, context=c, ms=measured(model, n, c), floor_ms=floor(dims, mesh, n, c, bandwidth))
         for n, c in CASES

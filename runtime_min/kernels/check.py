@@ -103,7 +103,7 @@ def _comparing(ops: Ops, worst: dict[str, tuple[int, float]]) -> Ops:
 
     def watched(name: str, op: Callable[..., Any], definition: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
-            args = _few_experts(args) if name == "moe_int4" else args
+            args = few_experts(args) if name == "moe_int4" else args
             before = [a.clone() if isinstance(a, Tensor) and name == "rope_cache" else a for a in args]
             found = op(*args)
             want = definition(*before)
@@ -121,7 +121,7 @@ def _comparing(ops: Ops, worst: dict[str, tuple[int, float]]) -> Ops:
     return replace(ops, **comparing)
 
 
-def _few_experts(args: tuple[Any, ...]) -> tuple[Any, ...]:
+def few_experts(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tokens routed to the first experts that are here."""
     x, gate_up, down, routing, first, shape = args
     ids = first + routing.ids % min(EXPERTS, len(gate_up))
@@ -136,6 +136,16 @@ def _tensors(value: Any) -> Iterator[Tensor]:
         yield from value
     else:
         yield value
+
+
+def difference(found: Any, want: Any) -> float:
+    """Root mean square of found - want, relative to that of want, the worst over their tensors."""
+    errors = []
+    for f, w in zip(_tensors(found), _tensors(want), strict=True):
+        scale = float(w.double().square().mean().sqrt()) or 1.0
+        error = float((f.double() - w.double()).square().mean().sqrt()) / scale
+        errors.append(error if error == error else float("inf"))
+    return max(errors)
 
 
 def _error(found: Tensor, want: Tensor) -> float:

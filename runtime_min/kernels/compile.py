@@ -13,7 +13,7 @@ import torch
 
 from runtime_min.artifact import Artifact, Stored
 from runtime_min.kernels import index
-from runtime_min.kernels.choose import chooser
+from runtime_min.kernels.choose import choosers
 from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
 from runtime_min.kernels.launch import Problem
@@ -77,7 +77,10 @@ def compile_artifact(path: Path, arch: str, workers: int, progress: Callable[[in
     artifact = Artifact.open(path, 0, verify=False)
     weights = artifact.manifest["digest"]
     shapes = of_artifact(artifact, torch.bfloat16)
-    wanted = list(recorded(artifact.config.text, artifact.mesh, shapes, torch.bfloat16, chooser(arch)).variants)
+    found: dict[Variant, None] = {}
+    for choose in choosers(arch, path, weights):
+        found |= recorded(artifact.config.text, artifact.mesh, shapes, torch.bfloat16, choose).variants
+    wanted = list(found)
     target = index.folder(path, arch)
     if _there(path, arch, weights, wanted):
         return len(wanted), True

@@ -52,26 +52,19 @@ def arch_here() -> str:
     return f"sm{major}{minor}"
 
 
-class Cubins:
-    """Kernels of one artifact. Everything is loaded and checked at once; what is missing is named when it is wanted."""
+class Loaded:
+    """Compiled kernels on this GPU, by what they are a compiled form of."""
 
-    compiled = 0
-
-    def __init__(self, artifact: Path, arch: str, weights: str, choose: Callable[[Problem], Any]) -> None:
-        self.artifact, self.arch, self.pick = artifact, arch, choose
+    def __init__(self) -> None:
         self.driver = Driver()
         self.kernels: dict[Variant, tuple[Compiled, ctypes.c_void_p]] = {}
-        for key, kernel in index.read(artifact, arch, weights).items():
-            image = index.image(artifact, arch, kernel)
-            self.kernels[key] = (kernel, self.driver.function(image, kernel.symbol, kernel.shared_bytes))
 
-    def run(self, launch: Launch) -> None:
-        key = variant(launch)
-        if key not in self.kernels:
-            raise KernelError(
-                f"kernels/{self.arch}: has no {key.kernel} for {dict(key.constants)}, {key.types}, {key.warps} warps; "
-                + index.rebuild(self.artifact, self.arch)
-            )
+    def add(self, kernel: Compiled, image: bytes) -> None:
+        handle = self.driver.function(image, kernel.symbol, kernel.shared_bytes)
+        self.kernels[kernel.variant] = (kernel, handle)
+
+    def run(self, launch: Launch, key: Variant) -> None:
+        """Launches on the current stream."""
         kernel, handle = self.kernels[key]
         values = [_value(launch, type_, value) for type_, value in zip(key.types, launch.args, strict=True)]
         room = [torch.empty(max(1, n) * _blocks(launch), dtype=torch.uint8, device="cuda") for n in kernel.scratch if n]
@@ -81,6 +74,27 @@ class Cubins:
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
         block = (32 * launch.warps, 1, 1)
         self.driver("cuLaunchKernel", handle, *launch.grid, *block, kernel.shared_bytes, stream, addresses, None)
+
+
+class Cubins:
+    """Kernels of one artifact. Everything is loaded and checked at once; what is missing is named when it is wanted."""
+
+    compiled = 0
+
+    def __init__(self, artifact: Path, arch: str, weights: str, choose: Callable[[Problem], Any]) -> None:
+        self.artifact, self.arch, self.pick = artifact, arch, choose
+        self.loaded = Loaded()
+        for kernel in index.read(artifact, arch, weights).values():
+            self.loaded.add(kernel, index.image(artifact, arch, kernel))
+
+    def run(self, launch: Launch) -> None:
+        key = variant(launch)
+        if key not in self.loaded.kernels:
+            raise KernelError(
+                f"kernels/{self.arch}: has no {key.kernel} for {dict(key.constants)}, {key.types}, {key.warps} warps; "
+                + index.rebuild(self.artifact, self.arch)
+            )
+        self.loaded.run(launch, key)
 
 
 def _blocks(launch: Launch) -> int:

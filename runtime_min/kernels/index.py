@@ -89,7 +89,7 @@ def read(artifact: Path, arch: str, weights: str) -> dict[Variant, Compiled]:
         problems.append(f"compiled for {found['arch']}, this is {arch}")
     if found["weights"] != weights:
         problems.append("compiled for an artifact of another digest")
-    stale = [op for op, digest in found["sources"].items() if not _same_source(op, digest)]
+    stale = [op for op, digest in found["sources"].items() if not same_source(op, digest)]
     problems += [f"{op}: compiled from other device code than is installed" for op in stale]
     if problems:
         raise KernelError([f"{path}: {p}; {rebuild(artifact, arch)}" for p in problems])
@@ -97,7 +97,7 @@ def read(artifact: Path, arch: str, weights: str) -> dict[Variant, Compiled]:
     return {k.variant: k for k in compiled}
 
 
-def _same_source(op: str, digest: str) -> bool:
+def same_source(op: str, digest: str) -> bool:
     return (HERE / op / "kernel.py").is_file() and source_digest(op) == digest
 
 

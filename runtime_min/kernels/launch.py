@@ -31,6 +31,10 @@ class Problem(Protocol):
     """Sizes that a choice of kernel depends on; a frozen dataclass of plain numbers."""
 
     op: ClassVar[str]
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    def candidates(self) -> list[Any]:
+        """Configs worth timing."""
 
     def default(self, shared: int = WIDEST) -> Any:
         """The config to use where no table says better, on cards whose blocks have `shared` bytes of shared memory."""

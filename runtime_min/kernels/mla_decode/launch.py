@@ -28,11 +28,12 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """`heads` heads and up to `queries` query tokens a sequence, both rounded up to powers of two."""
+    """`heads` heads, up to `queries` query tokens a sequence, `sequences` of them, all rounded up to powers of two."""
 
     op: ClassVar[str] = "mla_decode"
     heads: int
     queries: int
+    sequences: int
     latent: int
     rope: int
     page_tokens: int
@@ -66,7 +67,8 @@ def mla_decode(
     if not (q_lat.is_contiguous() and q_pe.is_contiguous() and rows.is_contiguous() and pages.stride(1) == 1):
         raise ValueError("mla_decode: q_lat, q_pe, rows and the rows of pages must be contiguous")
     queries = min(longest, tokens)
-    config = kernels.pick(Problem(power(heads), power(queries), latent, rope, page_tokens, q_lat.element_size()))
+    item = q_lat.element_size()
+    config = kernels.pick(Problem(power(heads), power(queries), power(sequences), latent, rope, page_tokens, item))
     blocks = -(-queries * heads // config.block)
     splits = max(1, config.waves * BLOCKS // (sequences * blocks))
     splits = min(splits, max(1, pages.shape[1] // config.pages), MOST_SPLITS)

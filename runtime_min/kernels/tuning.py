@@ -1,0 +1,141 @@
+"""Tuning tables: which config was fastest for a problem on one kind of GPU. Reading and looking up; never timing.
+
+A table is one JSON file, sealed by its own digest. `tuned/` holds those that ship with the package; an artifact may
+hold more in tuning/, bound to its weights. A config counts only while the op's device code is what it was tuned with.
+"""
+
+import hashlib
+import re
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, fields, is_dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+from runtime_min.kernels import index
+from runtime_min.kernels.launch import Problem
+from specs import manifest
+from specs.errors import InputError
+
+FORMAT = "kiln-tuning"
+VERSION = 1
+TUNED = Path(__file__).parent / "tuned"
+
+
+class TuningError(InputError):
+    """A tuning table is not what it says it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Where configs were timed: what may change which is fastest."""
+
+    device: str
+    arch: str
+    triton: str
+    fp_fusion: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """One problem's fastest config: microseconds a call, their spread (largest less smallest over the median), the
+    default's microseconds in the same race, and how many configs ran."""
+
+    problem: Problem
+    config: Any
+    us: float
+    spread: float
+    default_us: float
+    tried: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """Configs of one device; `stale` ops were tuned with other device code or other fields, and count for nothing."""
+
+    path: Path
+    setting: Setting
+    entries: tuple[Entry, ...]
+    stale: tuple[str, ...]
+
+    def configs(self) -> dict[Problem, Any]:
+        return {e.problem: e.config for e in self.entries}
+
+
+def built(kind: type, values: Any) -> Any:
+    """A dataclass from its JSON form; ValueError unless fields and their types are exactly its own."""
+    if is_dataclass(kind):
+        hints = get_type_hints(kind)
+        names = {f.name for f in fields(kind)}
+        if not isinstance(values, dict) or set(values) != names:
+            raise ValueError(f"{kind.__name__} has fields {sorted(names)}, found {values!r}")
+        return kind(**{name: built(hints[name], values[name]) for name in names})
+    if get_origin(kind) is tuple:
+        if not isinstance(values, list) or len(values) != len(get_args(kind)):
+            raise ValueError(f"expected {kind}, found {values!r}")
+        return tuple(built(k, v) for k, v in zip(get_args(kind), values, strict=True))
+    if type(values) is not kind:
+        raise ValueError(f"expected {kind.__name__}, found {values!r}")
+    return values
+
+
+def slug(device: str) -> str:
+    """A device's name as a file name."""
+    return re.sub(r"[^a-z0-9]+", "-", device.lower()).strip("-")
+
+
+def sealed(setting: Setting, entries: Iterable[Entry], weights: str = "") -> bytes:
+    """The file of a table: the same entries give the same bytes. weights: digest of the artifact that it lies in."""
+    ops: dict[str, Any] = {}
+    for e in sorted(entries, key=lambda e: (e.problem.op, repr(e.problem))):
+        ops.setdefault(e.problem.op, {"source": index.source_digest(e.problem.op), "entries": []})
+        row = {"us": e.us, "spread": e.spread, "default_us": e.default_us, "tried": e.tried}
+        ops[e.problem.op]["entries"].append({"problem": asdict(e.problem), "config": asdict(e.config), **row})
+    body = {"format": FORMAT, "version": VERSION, "weights": weights, "setting": asdict(setting), "ops": ops}
+    return manifest.canonical({**body, "digest": hashlib.sha256(manifest.canonical(body)).hexdigest()})
+
+
+def read(path: Path, weights: str = "") -> Table:
+    """The table in `path`; TuningError if it is damaged or belongs to an artifact of another digest."""
+    found = manifest.read_json(path)
+    remake = "delete it, or make it again with `kiln-run tune`"
+    if found.get("format") != FORMAT or found.get("version") != VERSION:
+        raise TuningError(f"{path}: is no {FORMAT} table of version {VERSION}; {remake}")
+    body = {k: v for k, v in found.items() if k != "digest"}
+    if hashlib.sha256(manifest.canonical(body)).hexdigest() != found.get("digest"):
+        raise TuningError(f"{path}: was changed after sealing; {remake}")
+    if found["weights"] != weights:
+        raise TuningError(f"{path}: belongs to weights {found['weights'] or 'of no artifact'}, not {weights}; {remake}")
+    entries: list[Entry] = []
+    stale = []
+    for op, rows in found["ops"].items():
+        mine = _entries(op, rows)
+        if mine is None:
+            stale.append(op)
+        else:
+            entries += mine
+    setting = built(Setting, found["setting"])
+    return Table(path=path, setting=setting, entries=tuple(entries), stale=tuple(stale))
+
+
+def _entries(op: str, rows: Any) -> list[Entry] | None:
+    """What was tuned for an op; None if that is not the op that is installed."""
+    if not index.same_source(op, rows["source"]):
+        return None
+    launch = import_module(f"runtime_min.kernels.{op}.launch")
+    out = []
+    for row in rows["entries"]:
+        try:
+            problem, config = built(launch.Problem, row["problem"]), built(launch.Config, row["config"])
+        except ValueError:
+            return None
+        times = {k: row[k] for k in ("us", "spread", "default_us", "tried")}
+        out.append(Entry(problem=problem, config=config, **times))
+    return out
+
+
+def tables(arch: str, artifact: Path | None = None, weights: str = "") -> list[Table]:
+    """Every table for an architecture: the artifact's own first, then the package's."""
+    own = sorted((artifact / "tuning").glob("*.json")) if artifact is not None else []
+    found = [read(path, weights) for path in own] + [read(path) for path in sorted(TUNED.glob("*.json"))]
+    return [t for t in found if t.setting.arch == arch]
