@@ -7,10 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.compile import Alone, take
+from runtime_min.kernels.compile import Alone, work
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.moe_route.ref import Routing
 from runtime_min.kernels.record import Recorder, Step
+from runtime_min.kv import PAGE_TOKENS, batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_dims, random
 from runtime_min.ops import REF, Ops, triton_ops
@@ -62,8 +63,23 @@ def cases(dims: TextDims, mesh: Mesh, which: Sequence[Step], device: torch.devic
     how = Settings(dtype=torch.bfloat16, device=device, positions=max(c for s in which for _, c in s.sequences))
     model = Decoder(small, weights, _watched(found), Alone(0, mesh), how)
     for step in which:
-        take(model, step)
+        _take(model, step)
     return list(found.values())
+
+
+def _take(model: Decoder, step: Step) -> None:
+    """One step of random tokens over a past of random latents: routing and scores as uneven as chance makes them."""
+    cache = model.cache(sum(-(-cached // PAGE_TOKENS) * PAGE_TOKENS for _, cached in step.sequences))
+    cache.rows.normal_()
+    generator = torch.Generator().manual_seed(0)
+
+    def ids(count: int) -> list[int]:
+        found: list[int] = torch.randint(
+            0, model.dims.vocab // model.ranks.mesh.tp, (count,), generator=generator
+        ).tolist()
+        return found
+
+    model.forward(batch(cache, work(cache, step, ids)), cache)
 
 
 def _watched(found: dict[Problem, Case]) -> Ops:
@@ -75,12 +91,21 @@ def _watched(found: dict[Problem, Case]) -> Ops:
             shaped = getattr(triton_ops(recorder), name)(*args)
             for problem in recorder.problems:
                 found.setdefault(problem, Case(op=name, problem=problem, args=args))
-            return shaped.zero_() if name == "moe_int4" else getattr(REF, name)(*args)
+            return shaped.zero_() if name == "moe_int4" else _filled(shaped, getattr(REF, name)(*args))
 
         return call
 
     calls: dict[str, Any] = {f.name: watched(f.name) for f in fields(Ops) if f.name != "kernels"}
     return replace(REF, **calls)
+
+
+def _filled(shaped: Any, values: Any) -> Any:
+    """The op's own results, strides and all, with the definition's values."""
+    if isinstance(shaped, Routing):
+        return Routing(shaped.ids.copy_(values.ids), shaped.weights.copy_(values.weights))
+    if isinstance(shaped, tuple):
+        return tuple(s.copy_(v) for s, v in zip(shaped, values, strict=True))
+    return shaped.copy_(values)
 
 
 def rotated(args: tuple[Any, ...]) -> list[tuple[Any, ...]]:

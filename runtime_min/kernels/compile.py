@@ -18,7 +18,7 @@ from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.record import Recorder, Step, Variant, steps
-from runtime_min.kv import Sequence, batch
+from runtime_min.kv import PAGE_TOKENS, LatentCache, Sequence, batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_artifact
 from runtime_min.ops import triton_ops
@@ -52,14 +52,19 @@ def recorded(
 
 def take(model: Decoder, step: Step) -> None:
     """One step of a batch of these sizes, whose past was never computed."""
-    cache = model.cache(sum(-(-cached // 64) * 64 for _, cached in step.sequences))
-    work = []
+    cache = model.cache(sum(-(-cached // PAGE_TOKENS) * PAGE_TOKENS for _, cached in step.sequences))
+    model.forward(batch(cache, work(cache, step, lambda count: [0] * count)), cache)
+
+
+def work(cache: LatentCache, step: Step, ids: Callable[[int], list[int]]) -> list[tuple[Sequence, list[int]]]:
+    """Sequences whose past has its pages, and the ids of the tokens that follow."""
+    out = []
     for queries, cached in step.sequences:
         sequence = Sequence()
         cache.grow(sequence, cached - queries)
         sequence.length = cached - queries
-        work.append((sequence, [0] * queries))
-    model.forward(batch(cache, work), cache)
+        out.append((sequence, ids(queries)))
+    return out
 
 
 def compile_artifact(path: Path, arch: str, workers: int, progress: Callable[[int, int], None]) -> tuple[int, bool]:
