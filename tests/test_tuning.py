@@ -1,6 +1,8 @@
 """Tuning tables: what is read, what counts, what is chosen, and what a damaged or foreign one says."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -9,15 +11,24 @@ from typing import Any
 import pytest
 import torch
 
+from runtime_min.bench import kernels as bench
 from runtime_min.kernels import tuning
 from runtime_min.kernels.cases import rotated
 from runtime_min.kernels.choose import chooser, remarks
+from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.linear.launch import Config, Problem
 from runtime_min.kernels.moe_int4 import launch as moe
 from runtime_min.kernels.moe_route.ref import Routing
+from runtime_min.kernels.race import wanted
 from runtime_min.kernels.tune import journal, recalled
 from runtime_min.kernels.tuning import Entry, Setting, TuningError
+from specs.config import read_config
+from specs.mesh import Mesh
 from specs.schema import archs
+from tests.fullsize import k26_config
+from tests.lab import converted
+
+ROOT = Path(__file__).parent.parent
 
 SETTING = Setting(device="Card 1", arch="sm90", triton="9.9")
 PROBLEM = Problem(n=512, k=7168, heads=1, tokens=4)
@@ -136,3 +147,42 @@ def test_inputs_rotate_past_the_cache() -> None:
         assert torch.equal(other, x) and other.stride() == x.stride() and other.data_ptr() != x.data_ptr()
         assert number == 7 and moved.ids.dtype == torch.int32 and len(set(moved.ids[0].tolist())) == 2
     assert len({tuple(c[1].ids[0].tolist()) for c in copies}) > 3
+
+
+def kiln_run(*args: object) -> dict[str, Any]:
+    command = [sys.executable, "-m", "runtime_min", *map(str, args), "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.gpu
+def test_an_artifact_is_tuned_compiled_and_checked(demo: Path, tmp_path: Path) -> None:
+    artifact = tmp_path / "a"
+    converted(demo, artifact)
+    arch = "sm{}{}".format(*torch.cuda.get_device_capability())
+    some = ("tune", artifact, "--op", "rmsnorm", "--op", "moe_route")
+    first = kiln_run(*some)
+    table = Path(first["table"])
+    before, lines = table.read_bytes(), journal(table).read_text()
+    assert first["left"] == 0 and kiln_run(*some)["cases"] == first["cases"]
+    assert (table.read_bytes(), journal(table).read_text()) == (before, lines)
+    assert kiln_run("tune", artifact, "--op", "rope_cache")["cases"] > first["cases"]
+    kiln_run("compile", artifact, "--arch", arch)
+    facts = kiln_run("doctor", artifact, "--device", "cuda")
+    assert facts["ok"] and facts["launcher"] == "cubins" and facts["compiled"] == 0
+
+
+@pytest.mark.gpu
+def test_the_bench_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    dims = read_config(k26_config()).text
+    wish = bench.Wish(dims=dims, mesh=Mesh(world=8, tp=8), ops=("moe_route",), gb_s=4650, tflops=795)
+    assert bench.bench(wish, lambda *_: None)[0].us > 0
+    monkeypatch.setattr(bench, "wanted", lambda case: replace_ids(wanted(case)))
+    with pytest.raises(KernelError, match="a wrong kernel has no speed"):
+        bench.bench(wish, lambda *_: None)
+
+
+def replace_ids(found: Routing) -> Routing:
+    return Routing(found.ids.flip(1), found.weights)

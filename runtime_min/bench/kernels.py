@@ -76,7 +76,8 @@ def _row(race: Race, case: Case, tuned: Any, default: Any, peers: dict[str, Peer
     asked = work(case.op, case.args, result)
     others = {name: call for name, p in peers.items() if (call := p(case)) is not None}
     return Row(
-        op=case.op, problem=asdict(case.problem), us=round(ours.us, 2), default_us=round(plain.us, 2),
+        op=case.op if case.problem.op == "linear" else case.problem.op,
+        problem=asdict(case.problem), us=round(ours.us, 2), default_us=round(plain.us, 2),
         floor_us=round(asked.us(wish.gb_s, wish.tflops), 2), bytes=asked.bytes, flops=asked.flops, error=error,
         peers={name: round(timed(call, inputs).us, 2) for name, call in others.items()},
     )  # fmt: skip

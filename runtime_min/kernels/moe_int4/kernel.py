@@ -51,10 +51,27 @@ def table(
 
 
 @triton.jit
+def scaled(w, scale, x):
+    """Codes [BN, 32] times scale [BN] fp32, which holds bf16 values, rounded once to the dtype of x."""
+    if w.dtype == tl.bfloat16 and x.dtype == tl.bfloat16:
+        factor = tl.broadcast_to(scale.to(tl.bfloat16)[:, None], w.shape)
+        # Two products at once; adding -0 changes nothing, and sm80 has no plain product of bf16 pairs.
+        return tl.inline_asm_elementwise(
+            asm="{ .reg .b32 none; mov.b32 none, 0x80008000; fma.rn.bf16x2 $0, $1, $2, none; }",
+            constraints="=r,r,r",
+            args=[w, factor],
+            dtype=tl.bfloat16,
+            is_pure=True,
+            pack=2,
+        )
+    return rounded(w.to(tl.float32) * scale[:, None], x.dtype)
+
+
+@triton.jit
 def held(acc, w, scale, x, WIDE: tl.constexpr):
     """acc [BN, BM] plus one scale group: w [BN, 32] codes, scale [BN] fp32, x [32, BM]."""
     if WIDE:
-        return dot(rounded(w.to(tl.float32) * scale[:, None], x.dtype), x, acc)
+        return dot(scaled(w, scale, x), x, acc)
     return acc + dot(rounded(w.to(tl.float32), x.dtype), x, tl.zeros(acc.shape, tl.float32)) * scale[:, None]
 
 

@@ -74,13 +74,15 @@ class Problem:
 
     def candidates(self) -> list[Config]:
         found = [self.default()]
-        wide = self.tokens > EXACT_TOKENS
         steps = self.hidden // self.gate_up[1]
         splits = [s for s in (1, 2, 4, 7) if steps % s == 0 and (s == 1 or self.tokens <= 32)]
         walks = [w for w in (2, 4, 7, 14, 28) if self.hidden // 128 % w == 0] if self.shallow else [1]
-        blocks = (8, 16) if self.tokens <= EXACT_TOKENS else (32, 64) if self.tokens <= 2048 else (64, 128)
-        for direct, bm in [(True, 8)] * (self.tokens <= 8) + [(False, b) for b in blocks]:
-            for warps, stages in ((4, 2), (4, 4)) if bm <= 64 else ((8, 2),):
+        few = [(False, 8, False), (False, 16, False)]
+        some = [(False, 16, False), (False, 32, False), (False, 32, True), (False, 64, True)]
+        many = [(False, 64, True), (False, 128, True)]
+        ways = few if self.tokens <= EXACT_TOKENS else some if self.tokens <= 2048 else many
+        for direct, bm, wide in [(True, 8, False)] * (self.tokens <= 8) + ways:
+            for warps, stages in ((4, 2), (4, 4)) if bm <= 64 else ((8, 2), (8, 3)):
                 for bn in (b for b in (64, 128) if self.gate_up[0] % b == 0 and self.down[0] % b == 0):
                     for split, walk in [(s, walks[-2:][0]) for s in splits] + [(splits[-1], w) for w in walks]:
                         up, down = Tile(bn, split, warps, stages), Tile(bn, 1, warps, stages, walk)
