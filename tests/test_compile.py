@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -14,11 +15,12 @@ import pytest
 import torch
 
 from runtime_min.artifact import Artifact
-from runtime_min.kernels import cubin, index
+from runtime_min.kernels import cubin, index, tuning
 from runtime_min.kernels.choose import chooser
 from runtime_min.kernels.compile import recorded
 from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.launch import Launch
+from runtime_min.kernels.record import Variant
 from runtime_min.kernels.rmsnorm.launch import rmsnorm
 from runtime_min.models.shapes import of_artifact, of_dims
 from specs import manifest
@@ -97,6 +99,39 @@ def test_the_release_s_kernels_are_few(mesh: Mesh) -> None:
     meta = of_dims(dims, mesh, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), BF16)
     found = recorded(dims, mesh, meta, BF16, chooser("sm90"))
     assert 40 < len(found.variants) < 90
+
+
+COMPILE = """
+import sys, pickle
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from runtime_min.kernels.compile import compiled
+if __name__ == "__main__":
+    wanted = pickle.loads(sys.stdin.buffer.read())
+    with ProcessPoolExecutor(2, get_context("spawn")) as pool:
+        print(max(k.shared_bytes for k, _ in pool.map(partial(compiled, arch="sm90"), wanted)))
+"""
+
+
+@pytest.mark.parametrize("ep", [1, pytest.param(8, marks=pytest.mark.slow)])
+def test_what_the_shipped_table_chooses_compiles(tmp_path: Path, ep: int) -> None:
+    """Every default and tuned config of the release's TP 8 rank, within the shared memory of a block."""
+    dims = read_config(k26_config()).text
+    mesh = Mesh(world=8, tp=8, ep=ep)
+    meta = of_dims(dims, mesh, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), BF16)
+    wanted: dict[Variant, None] = {}
+    for tables in ((), tuning.tables("sm90")):
+        wanted |= recorded(dims, mesh, meta, BF16, chooser("sm90", tables)).variants
+    script = tmp_path / "compile_all.py"
+    script.write_text(COMPILE)
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    env |= {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, script], cwd=ROOT, env=env, input=pickle.dumps(list(wanted)), capture_output=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert 0 < int(done.stdout) <= archs()["sm90"]["shared_bytes"]
 
 
 def altered(artifact: Path, out: Path, change: Callable[[Body], object], seal: bool = True) -> Path:
