@@ -104,20 +104,24 @@ class Artifact:
     def vision(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Vision tower and projector, whole on every rank, as `dtype` if one is given; checked now, as `open` checks.
 
-        Raises ArtifactError if the artifact has none, saying whether it was left out or never was.
+        Raises ArtifactError as `require_vision` does, or for damaged files.
         """
-        if self.config.vision is None:
-            raise ArtifactError(f"{self.path}: is a model without a vision tower; it takes no pictures")
-        if "vision" not in self.manifest.get("parts", ()):
-            raise ArtifactError(
-                f"{self.path}: was made with --text-only and takes no pictures; convert again without --text-only"
-            )
+        self.require_vision()
         check_files(self.path, [f for f in self.manifest["files"] if f["path"].startswith("vision/")], self.verify)
         out: dict[str, Tensor] = {}
         for e in read_index(self.path, "vision"):
             with safe_open(e["path"], "pt") as f:
                 out[e["name"]] = cast(f.get_tensor(e["name"]), dtype).to(device)
         return out
+
+    def require_vision(self) -> None:
+        """ArtifactError if there is no vision part, saying whether it was left out or never was."""
+        if self.config.vision is None:
+            raise ArtifactError(f"{self.path}: is a model without a vision tower; it takes no pictures")
+        if "vision" not in self.manifest.get("parts", ()):
+            raise ArtifactError(
+                f"{self.path}: was made with --text-only and takes no pictures; convert again without --text-only"
+            )
 
 
 def read_index(path: Path, folder: str) -> list[dict[str, Any]]:

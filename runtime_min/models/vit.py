@@ -49,6 +49,10 @@ class Tower:
     def device(self) -> torch.device:
         return self.patch.device
 
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.patch.dtype
+
     def tokens(self, grid: Grid) -> int:
         """Rows of the text embedding that an item becomes: one for each merged square, whatever its frames."""
         return grid[1] * grid[2] // (self.dims.merge_height * self.dims.merge_width)
@@ -59,7 +63,7 @@ class Tower:
 
         grids: (frames, rows, columns) of every item, in patches. Raises VisionError if they do not add up to P.
         """
-        self._check(pixels, grids)
+        self.check(pixels, grids)
         learned, cos, sin = self._positions(grids)
         lengths = tuple(prod(g) for g in grids)
         x = linear(pixels.flatten(1).to(self.patch.dtype), self.patch, self.w["patch_embed.bias"]) + learned
@@ -135,7 +139,8 @@ class Tower:
         angles = torch.arange(frames)[:, None] * w
         return torch.cat([angles.sin(), angles.cos()], -1).to(self.device, wide(self.patch))
 
-    def _check(self, pixels: Tensor, grids: Sequence[Grid]) -> None:
+    def check(self, pixels: Tensor, grids: Sequence[Grid]) -> None:
+        """VisionError for grids that this tower cannot take, or that want another number of patches."""
         d = self.dims
         for i, (t, h, w) in enumerate(grids):
             if not (1 <= t <= d.pos_time and h > 0 and w > 0 and h % d.merge_height == w % d.merge_width == 0):
