@@ -8,7 +8,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from runtime_min.vision.rule import MediaError
 
 # Decoders written for pictures from strangers; the others of Pillow (EPS runs a program) stay shut.
-FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF", "JPEG2000", "PPM")
 # 16 times the pixels that the model can see at most, and a third of a gigabyte as RGB.
 MAX_PIXELS = 110_000_000
 MAX_BYTES = 256 << 20
