@@ -40,7 +40,7 @@ class Sources:
             return self._frames(where, given, part)
         if not isinstance(given, str) or not given:
             raise MediaError(f"{where}.{kind}: found {_brief(given)}, expected a data URL or the path of a file")
-        at = f"{where}.{kind}" if given[:5].lower() == "data:" else f"{where}.{kind} {_brief(given)}"
+        at = f"{where}.{kind}" if given[:5].lower() == "data:" else f"{where}.{kind} {_path(given)}"
         data = self.read(at, given)
         return picture(at, data, self.rule) if kind in IMAGE else clips.from_file(at, data, self.rule)
 
@@ -111,3 +111,8 @@ def _data(where: str, url: str) -> bytes:
 def _brief(value: object) -> str:
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+def _path(name: str) -> str:
+    """A file's name for an error: its end, if it is longer than anyone's."""
+    return repr(name if len(name) <= 300 else f"...{name[-297:]}")
