@@ -114,11 +114,15 @@ class Artifact:
                 out[e["name"]] = cast(f.get_tensor(e["name"]), dtype).to(device)
         return out
 
+    @property
+    def has_vision(self) -> bool:
+        return "vision" in self.manifest.get("parts", ())
+
     def require_vision(self) -> None:
         """ArtifactError if there is no vision part, saying whether it was left out or never was."""
         if self.config.vision is None:
             raise ArtifactError(f"{self.path}: is a model without a vision tower; it takes no pictures")
-        if "vision" not in self.manifest.get("parts", ()):
+        if not self.has_vision:
             raise ArtifactError(
                 f"{self.path}: was made with --text-only and takes no pictures; convert again without --text-only"
             )

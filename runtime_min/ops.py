@@ -25,6 +25,7 @@ from runtime_min.kernels.rope_cache import launch as rope_cache_launch
 from runtime_min.kernels.rope_cache import ref as rope_cache_ref
 from runtime_min.kernels.silu_mul import launch as silu_mul_launch
 from runtime_min.kernels.silu_mul import ref as silu_mul_ref
+from runtime_min.kernels.vit_attn import launch as vit_attn_launch
 from runtime_min.kernels.vit_attn import ref as vit_attn_ref
 
 __all__ = ["REF", "MoeShape", "Ops", "Routing", "triton_ops"]
@@ -82,6 +83,6 @@ def triton_ops(kernels: Kernels) -> Ops:
         mla_decode=partial(mla_decode_launch.mla_decode, kernels),
         mla_prefill=partial(mla_prefill_launch.mla_prefill, kernels),
         moe_int4=partial(moe_int4_launch.moe_int4, kernels),
-        vit_attn=vit_attn_ref.vit_attn,
+        vit_attn=partial(vit_attn_launch.vit_attn, kernels),
         kernels=kernels,
     )
