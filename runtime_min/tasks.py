@@ -124,8 +124,10 @@ def score_task(model: Decoder, artifact: Artifact, wanted: Scoring) -> dict[str,
         )
     ids, features = tensors["ids"], None
     if "grids" in tensors:
+        if tensors["grids"].shape[1] != 3:
+            raise PromptError(f"{wanted.source}: grids: found {list(tensors['grids'].shape)}, expected [N, 3]")
         encoder = Encoder.load(artifact, model.ops, model.ranks, model.settings)
-        grids = [(int(t), int(h), int(w)) for t, h, w in tensors["grids"].view(-1, 3).tolist()]
+        grids = [(int(t), int(h), int(w)) for t, h, w in tensors["grids"].tolist()]
         features = encoder.pixels(tensors["pixels"], grids)
     pictures = placed(ids.flatten().tolist(), artifact.config.ids.media_placeholder, features)
     logits = score(model, ids, pictures=pictures)

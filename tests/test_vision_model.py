@@ -1,6 +1,5 @@
 """Vision tower, projector and picture tokens against transformers' own implementation, at every mesh."""
 
-import json
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -10,19 +9,25 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from convert.demo.geometry import TINY
 from runtime_min.artifact import Artifact
+from runtime_min.bench.vision import operations
+from runtime_min.cli import main
 from runtime_min.generate import score
+from runtime_min.kernels.jit import Jit
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.vit import GRIDS_KEPT, Grid, Tower, VisionError
-from runtime_min.ops import REF
+from runtime_min.ops import REF, triton_ops
 from runtime_min.pictures import Pictures, PromptError, placed
 from runtime_min.ranks import Ranks
 from runtime_min.vision.encoder import Encoder, passes, shares
+from specs.config import read_config
 from specs.mesh import Mesh
+from tests.fullsize import k26_config
 from tests.lab import converted
 from tests.pictures import RULE
 from tests.reference import dequantized, reference
@@ -240,6 +245,43 @@ def test_score_takes_pixels_and_grids(demo: Path, tmp_path: Path, model: Any) ->
     split = prod(grids[0])
     assert (logits[:1] - wanted_logits(model, ids[:1], pixels[:split], grids[:1])).abs().max() <= BOUND
     assert (logits[1:] - wanted_logits(model, ids[1:], pixels[split:], grids[1:])).abs().max() <= BOUND
-    save_file({**given, "pixels": pixels[1:]}, tmp_path / "in")
-    done = kiln_run("score", tmp_path / "a", *where)
-    assert done.returncode == 1 and "the 3 grids want" in done.stderr and json.dumps([104, 3, 14, 14]) in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pixels": torch.zeros(23, 3, 14, 14)}, "pixels: found [23, 3, 14, 14], the 1 grids want [24, 3, 14, 14]"),
+        ({"grids": torch.tensor([[1, 4, 8]])}, "the 1 grids want [32, 3, 14, 14]"),
+        ({"ids": torch.tensor([[1, PAD, 2]])}, f"1 picture tokens (id {PAD}), the pictures make 6"),
+        ({"pixels": torch.zeros(24, 3, 14, 14).half()}, "expected exactly `ids`"),
+        ({"pixels": None}, "expected exactly `ids`"),
+        ({"grids": torch.zeros(1, 2, dtype=torch.int64)}, "grids: found [1, 2], expected [N, 3]"),
+    ],
+)
+def test_score_refuses_what_does_not_fit(artifact: Path, tmp_path: Path, change: dict[str, Any], said: str) -> None:
+    given = {"ids": prompt_for([(1, 4, 6)]), "pixels": pixels_of([(1, 4, 6)]), "grids": torch.tensor([[1, 4, 6]])}
+    save_file({n: t for n, t in (given | change).items() if t is not None}, tmp_path / "in")
+    common = ("score", artifact, "--device", "cpu", "--input", tmp_path / "in", "--output", tmp_path / "out")
+    result = CliRunner().invoke(main, [str(a) for a in common])
+    assert result.exit_code == 1 and said in result.stderr and not (tmp_path / "out").exists()
+
+
+def test_the_bench_knows_the_arithmetic() -> None:
+    """The milliseconds that the release's tower takes at 805 * 10^12 operations a second."""
+    vision = read_config(k26_config()).vision
+    assert vision is not None
+    for side, batch, ms in ((16, 1, 0.28), (64, 1, 6.92), (64, 16, 110.7), (130, 1, 62.0)):
+        assert operations(vision, [(1, side, side)] * batch) / 805e9 == pytest.approx(ms, rel=0.01)
+
+
+def test_the_kernels_run_the_whole_tower(artifact: Path) -> None:
+    """In Triton's interpreter where there is no GPU; bf16 on the weights as stored."""
+    opened, grids = Artifact.open(artifact), CASES[1][:2] + CASES[2][:1]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    assert opened.config.vision is not None
+    pixels = pixels_of(grids).to(device)
+    want = tower_of(artifact).forward(pixels.cpu(), grids)
+    for dtype, bound in ((torch.float32, 2e-4), (torch.bfloat16, 6e-2)):
+        weights = opened.vision(device, dtype)
+        found = Tower(opened.config.vision, weights, triton_ops(Jit())).forward(pixels, grids)
+        assert found.dtype == dtype and (found.cpu().float() - want).abs().max() <= bound * want.abs().max()

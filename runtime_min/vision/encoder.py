@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime_min.artifact import Artifact
+from runtime_min.kernels.check import refuse_wrong, vision_check
 from runtime_min.models.decoder import Settings
 from runtime_min.models.vit import Grid, Tower
 from runtime_min.ops import Ops
@@ -61,9 +62,15 @@ class Encoder:
 
     @classmethod
     def load(cls, artifact: Artifact, ops: Ops, ranks: Ranks, settings: Settings) -> "Encoder":
-        """Raises ArtifactError if the artifact has no vision part, MediaError if it has no preprocessor's rule."""
+        """The encoder of one rank of an artifact.
+
+        Raises ArtifactError if it has no vision part, MediaError if it has no preprocessor's rule, KernelError if a
+        kernel differs from its definition here.
+        """
         weights = artifact.vision(settings.device, settings.dtype)
         assert artifact.config.vision is not None
+        if ops.kernels is not None:
+            refuse_wrong(vision_check(ops, artifact.config.vision, settings))
         return cls(Tower(artifact.config.vision, weights, ops), Rule.open(artifact.path), ranks)
 
     def items(self, items: Sequence[Item]) -> Tensor:
