@@ -264,7 +264,12 @@ def test_frames_of_a_clip_have_one_size_and_one_time_each() -> None:
 
 
 def test_which_frames_of_a_file_are_taken() -> None:
-    """The worked rule of the reference: evenly, two a second, at least one, never more than there are."""
+    """As the reference samples: evenly, two a second, at least one; and never more than there are, where it refuses."""
+    from transformers.video_utils import VideoMetadata, default_sample_indices_fn
+
+    for total, rate in ((48, 24.0), (5, 24.0), (100, 29.97), (721, 23.976), (1000, 60.0)):
+        metadata = VideoMetadata(total_num_frames=total, fps=rate)
+        assert clips.chosen(total, rate, 2.0) == default_sample_indices_fn(metadata, fps=2.0).tolist()
     assert clips.chosen(48, 24.0, 2.0) == [0, 12, 24, 36]
     assert clips.chosen(5, 24.0, 2.0) == [0] and clips.chosen(3, 1.0, 2.0) == [0, 1, 2]
     assert clips.chosen(100, 29.97, 2.0) == [i * 100 // 6 for i in range(6)]

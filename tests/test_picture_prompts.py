@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ from click.testing import CliRunner, Result
 from convert.demo.geometry import TINY
 from runtime_min.artifact import Artifact
 from runtime_min.cli import main
-from runtime_min.prompt import Prompt, encoded, user_message
+from runtime_min.prompt import Prompt, encoded, slot, user_message
 from runtime_min.text import ChatError, ChatTemplate, Slot, Tokenizer
 from runtime_min.text.media import expanded
 from runtime_min.text.tokenizer import Piece
-from runtime_min.vision.items import normalized, patches
+from runtime_min.vision.items import clip, normalized, patches
 from tests.lab import converted
 from tests.pictures import RULE, data_url, drawn, image_part, saved
 from tests.reference import dequantized, reference
@@ -55,6 +56,21 @@ def test_a_clip_becomes_its_chunks_with_their_times(artifact: Path) -> None:
     want = VIDEO.format("00:00:00.000", PAD * 2) + VIDEO.format("00:00:02.000", PAD * 2) + "\n?"
     assert f"<|im_middle|>{want}<|im_end|>" in text_of(artifact, prompt)
     assert [i.grid for i in prompt.items] == [(4, 2, 4), (2, 2, 4)]
+
+
+@pytest.mark.parametrize(("frames", "fps"), [(6, 2.0), (9, 1.7), (1, 3.0)])
+def test_a_clip_s_text_is_the_reference_processor_s(frames: int, fps: float) -> None:
+    from transformers.models.kimi_k25.processing_kimi_k25 import Kimi_K25Processor
+
+    times = [3599.2 + i / fps for i in range(frames)]
+    media = clip("x", [drawn(130, 90, i) for i in range(frames)], times, RULE)
+    inputs = {
+        "num_chunks_per_video": [len(media.items)],
+        "video_grid_thw": torch.tensor([i.grid for i in media.items]),
+        "video_metadata": [SimpleNamespace(fps=fps, timestamps=times)],
+    }
+    their = SimpleNamespace(video_processor=SimpleNamespace(merge_size=2, temporal_patch_size=4), video_token=PAD)
+    assert slot(media).text == Kimi_K25Processor.replace_video_token(their, inputs, 0)
 
 
 def test_media_of_several_messages_keep_their_order(artifact: Path) -> None:
