@@ -25,11 +25,12 @@ from runtime_min.ops import REF, triton_ops
 from runtime_min.pictures import Pictures, PromptError, placed
 from runtime_min.ranks import Ranks
 from runtime_min.vision.encoder import Encoder, passes, shares
+from runtime_min.vision.items import clip, normalized, patches, picture
 from specs.config import read_config
 from specs.mesh import Mesh
 from tests.fullsize import k26_config
 from tests.lab import converted
-from tests.pictures import RULE
+from tests.pictures import RULE, drawn, saved
 from tests.reference import dequantized, reference
 from tests.together import together
 
@@ -197,6 +198,20 @@ def test_every_mesh_gives_the_same(demo: Path, tmp_path: Path, model: Any, mesh:
     features, logits = wanted_features(model, pixels, grids), wanted_logits(model, ids, pixels, grids)
     for rows, scores in found:
         assert (rows - features).abs().max() <= BOUND and (scores - logits).abs().max() <= BOUND
+
+
+def test_files_are_encoded_alike_by_one_rank_and_by_three(artifact: Path) -> None:
+    """Pictures and a clip, patches made in threads, over ranks of which one has nothing to do in the end."""
+    files = [saved(drawn(w, h, w)) for w, h in ((50, 60), (130, 30), (50, 60), (28, 28))]
+    items = [picture(f"p{i}", data, RULE).items[0] for i, data in enumerate(files)]
+    items += clip("c", [drawn(60, 40, i) for i in range(6)], [i / 2 for i in range(6)], RULE).items
+    raw = torch.cat([normalized(patches(i, 14), RULE) for i in items])
+    want = tower_of(artifact).forward(raw, [i.grid for i in items])
+    for world, some in ((1, items), (3, items), (3, items[:2])):
+        tokens = sum(i.tokens for i in some)
+        for rows in together(Mesh(world=world, tp=world), lambda r, some=some: encoder_of(artifact, r).items(some)):
+            assert rows.shape == (tokens, TINY.hidden) and (rows - want[:tokens]).abs().max() <= 1e-5
+    assert encoder_of(artifact, Ranks(0, Mesh())).items([]).shape == (0, TINY.hidden)
 
 
 def test_items_are_shared_out_by_cost() -> None:
