@@ -47,6 +47,7 @@ class Artifact:
     config: ModelConfig
     manifest: Mapping[str, Any]
     entries: tuple[dict[str, Any], ...]
+    verify: bool = True
 
     @classmethod
     def open(cls, path: Path, rank: int = 0, verify: bool = True) -> "Artifact":
@@ -63,18 +64,11 @@ class Artifact:
         folders = [f for f in ("weights/common", f"weights/rank-{rank:02d}") if (path / f).is_dir()]
         mine = [f for f in sealed["files"] if f["path"].rpartition("/")[0] in ("", *folders)]
         check_files(path, mine, verify)
-        entries: list[dict[str, Any]] = []
-        for folder in folders:
-            index = manifest.read_json(path / folder / INDEX)
-            entries += [{**e, "path": path / folder / e["file"]} for e in index["tensors"]]
-        unknown = sorted({e["layout"]["id"] for e in entries} - set(LAYOUTS))
-        if unknown:
-            raise ArtifactError(
-                f"{path}: stored in {', '.join(unknown)}, this version reads {', '.join(LAYOUTS)}; "
-                "convert the artifact again, or use the version that wrote it"
-            )
+        entries = tuple(e for folder in folders for e in read_index(path, folder))
         config = read_config(manifest.read_json(path / "config.json"))
-        return cls(path=path, rank=rank, mesh=mesh, config=config, manifest=sealed, entries=tuple(entries))
+        return cls(
+            path=path, rank=rank, mesh=mesh, config=config, manifest=sealed, entries=entries, verify=verify
+        )  # fmt: skip
 
     @property
     def nbytes(self) -> int:
@@ -106,6 +100,44 @@ class Artifact:
                     start = e.get("start", 0)
                     out[name].tensor[start : start + tensor.shape[0]].copy_(tensor)
         return out
+
+    def vision(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+        """Vision tower and projector, whole on every rank, as `dtype` if one is given; checked now, as `open` checks.
+
+        Raises ArtifactError as `require_vision` does, or for damaged files.
+        """
+        self.require_vision()
+        check_files(self.path, [f for f in self.manifest["files"] if f["path"].startswith("vision/")], self.verify)
+        out: dict[str, Tensor] = {}
+        for e in read_index(self.path, "vision"):
+            with safe_open(e["path"], "pt") as f:
+                out[e["name"]] = cast(f.get_tensor(e["name"]), dtype).to(device)
+        return out
+
+    @property
+    def has_vision(self) -> bool:
+        return "vision" in self.manifest.get("parts", ())
+
+    def require_vision(self) -> None:
+        """ArtifactError if there is no vision part, saying whether it was left out or never was."""
+        if self.config.vision is None:
+            raise ArtifactError(f"{self.path}: is a model without a vision tower; it takes no pictures")
+        if not self.has_vision:
+            raise ArtifactError(
+                f"{self.path}: was made with --text-only and takes no pictures; convert again without --text-only"
+            )
+
+
+def read_index(path: Path, folder: str) -> list[dict[str, Any]]:
+    """The tensors of one folder, each with the `path` of its file; ArtifactError for layouts that are not known."""
+    entries = [{**e, "path": path / folder / e["file"]} for e in manifest.read_json(path / folder / INDEX)["tensors"]]
+    unknown = sorted({e["layout"]["id"] for e in entries} - set(LAYOUTS))
+    if unknown:
+        raise ArtifactError(
+            f"{path}: stored in {', '.join(unknown)}, this version reads {', '.join(LAYOUTS)}; "
+            "convert the artifact again, or use the version that wrote it"
+        )
+    return entries
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

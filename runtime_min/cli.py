@@ -18,6 +18,9 @@ from runtime_min.tasks import Generation, Scoring, doctor_task, generate_task, s
 from specs.errors import InputError
 from specs.schema import archs
 
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+
 
 class KilnRun(click.Group):
     """Wrong input ends with its problems on stderr and exit code 1, wrong usage with 2, never with a traceback."""
@@ -101,6 +104,9 @@ def under_torchrun() -> tuple[int, int] | None:
     default=None,
     help="JSON file: a list of messages, or an object with messages, tools, thinking, preserve_thinking.",
 )
+@click.option("--image", "images", type=FILE, multiple=True, help="A picture before the prompt; may be repeated.")
+@click.option("--video", "videos", type=FILE, multiple=True, help="A clip before the prompt; needs PyAV.")
+@click.option("--media-root", type=FOLDER, default=None, help="Folder whose files --messages may name.")
 @click.option("--ids", default=None, help="Token ids, comma-separated; needs no tokenizer.")
 @click.option("--instant", is_flag=True, help="Answer without thinking first.")
 @click.option("--max-tokens", type=click.IntRange(1), default=128)
@@ -118,6 +124,9 @@ def generate(
     no_verify: bool,
     prompt: str | None,
     messages: Path | None,
+    images: tuple[Path, ...],
+    videos: tuple[Path, ...],
+    media_root: Path | None,
     ids: str | None,
     instant: bool,
     max_tokens: int,
@@ -127,9 +136,11 @@ def generate(
     seed: int,
     as_json: bool,
 ) -> None:
-    """Generate from a prompt, a conversation, or token ids; text streams to stdout."""
+    """Generate from a prompt, with pictures if there are any, a conversation, or token ids; text streams to stdout."""
     if sum(x is not None for x in (prompt, messages, ids)) != 1:
         raise click.UsageError("give exactly one of --prompt, --messages and --ids")
+    if (images or videos) and prompt is None:
+        raise click.UsageError("--image and --video go with --prompt; --messages names its own")
     try:
         numbers = None if ids is None else tuple(int(i) for i in ids.split(","))
     except ValueError as e:
@@ -137,6 +148,9 @@ def generate(
     wanted = Generation(
         prompt=prompt,
         messages=messages,
+        images=images,
+        videos=videos,
+        media_root=media_root,
         ids=numbers,
         thinking=not instant,
         tokens=max_tokens,
@@ -156,7 +170,12 @@ def generate(
 @click.argument("artifact", type=click.Path(path_type=Path))
 @run_options
 @click.option(
-    "--input", "source", type=click.Path(path_type=Path), required=True, help="safetensors with `ids` [B, T] int64."
+    "--input",
+    "source",
+    type=click.Path(path_type=Path),
+    required=True,
+    help="safetensors with `ids` [B, T] int64; for pictures also `pixels` [P, 3, 14, 14] float32 and `grids` [N, 3] "
+    "int64.",
 )
 @click.option(
     "--output", type=click.Path(path_type=Path), required=True, help="safetensors with `logits` [B, T, V] float32."

@@ -1,6 +1,6 @@
 """The kernels that models call, by name: reference or Triton. Model code never asks which it got."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,6 +25,8 @@ from runtime_min.kernels.rope_cache import launch as rope_cache_launch
 from runtime_min.kernels.rope_cache import ref as rope_cache_ref
 from runtime_min.kernels.silu_mul import launch as silu_mul_launch
 from runtime_min.kernels.silu_mul import ref as silu_mul_ref
+from runtime_min.kernels.vit_attn import launch as vit_attn_launch
+from runtime_min.kernels.vit_attn import ref as vit_attn_ref
 
 __all__ = ["REF", "MoeShape", "Ops", "Routing", "triton_ops"]
 
@@ -45,6 +47,7 @@ class Ops:
     mla_decode: Callable[..., Tensor]
     mla_prefill: Callable[..., Tensor]
     moe_int4: Callable[[Tensor, Tensor, Tensor, Routing, int, MoeShape], Tensor]
+    vit_attn: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
     kernels: Kernels | None = None
 
 
@@ -61,6 +64,7 @@ REF = Ops(
     mla_decode=mla_decode_ref.mla_decode,
     mla_prefill=mla_prefill_ref.mla_prefill,
     moe_int4=moe_int4_ref.moe_int4,
+    vit_attn=vit_attn_ref.vit_attn,
 )
 
 
@@ -79,5 +83,6 @@ def triton_ops(kernels: Kernels) -> Ops:
         mla_decode=partial(mla_decode_launch.mla_decode, kernels),
         mla_prefill=partial(mla_prefill_launch.mla_prefill, kernels),
         moe_int4=partial(moe_int4_launch.moe_int4, kernels),
+        vit_attn=partial(vit_attn_launch.vit_attn, kernels),
         kernels=kernels,
     )

@@ -1,5 +1,6 @@
 """The ranks of one artifact at run time: process groups and the sums between them. The same code over gloo and NCCL."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -37,6 +38,16 @@ class Ranks:
         parts = [torch.empty_like(x) for _ in range(self.mesh.world)]
         dist.all_gather(parts, x.contiguous())
         return torch.cat(parts, -1)
+
+    def gather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        """What every rank r holds, [rows[r], W], one below the other: [sum(rows), W]. x is this rank's."""
+        if self.mesh.world == 1:
+            return x
+        parts = [x.contiguous() if r == self.rank else x.new_empty(n, x.shape[1]) for r, n in enumerate(rows)]
+        for r, part in enumerate(parts):
+            if rows[r]:
+                dist.broadcast(part, r)
+        return torch.cat(parts)
 
     def agreed(self, x: Tensor) -> Tensor:
         """Rank 0's value, on every rank."""

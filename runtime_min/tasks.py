@@ -1,20 +1,28 @@
 """What kiln-run does on every rank once the model is loaded. Rank 0 speaks, the others compute."""
 
-import json
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from runtime_min.artifact import Artifact
-from runtime_min.generate import PromptError, generate, score
+from runtime_min.generate import check_ids, check_length, generate, score
 from runtime_min.kernels.check import self_check
 from runtime_min.models.decoder import Decoder
+from runtime_min.pictures import PromptError, placed
+from runtime_min.prompt import Prompt, conversation, encoded, user_message
 from runtime_min.sample import Sampling
-from runtime_min.text import ChatTemplate, Stream, Tokenizer
+from runtime_min.text import Stream, Tokenizer
+from runtime_min.vision.encoder import Encoder
+from runtime_min.vision.items import Item
+
+SCORED = {"ids": (torch.int64, 2)}
+PICTURED = {"pixels": (torch.float32, 4), "grids": (torch.int64, 2)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,6 +31,9 @@ class Generation:
 
     prompt: str | None
     messages: Path | None
+    images: tuple[Path, ...] = ()
+    videos: tuple[Path, ...] = ()
+    media_root: Path | None = None
     ids: tuple[int, ...] | None
     thinking: bool
     tokens: int
@@ -42,7 +53,11 @@ class Scoring:
 def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dict[str, Any] | None:
     """Rank 0: ids, text (if there is a tokenizer), finish reason and the prompt's length; None elsewhere."""
     tokenizer = Tokenizer.open(artifact.path) if (artifact.path / "tiktoken.model").exists() else None
-    prompt = prompt_ids(wanted, tokenizer, artifact)
+    prompt = prompt_of(wanted, tokenizer, artifact)
+    check_ids(prompt.ids, model.dims.vocab, "prompt")
+    check_length(model, len(prompt.ids), wanted.tokens)
+    features = features_of(model, artifact, prompt.items)
+    pictures = placed(prompt.ids, artifact.config.ids.media_placeholder, features)
     stops = (
         tokenizer.stop_ids if tokenizer is not None else frozenset(i for i in artifact.config.ids.eos if i is not None)
     )
@@ -51,7 +66,8 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
     stream = Stream(tokenizer) if tokenizer is not None else None
     ids: list[int] = []
     text = ""
-    for token in generate(model, prompt, tokens=wanted.tokens, sampling=sampling, seed=wanted.seed, stops=stops):
+    how: dict[str, Any] = {"tokens": wanted.tokens, "sampling": sampling, "seed": wanted.seed, "stops": stops}
+    for token in generate(model, prompt.ids, pictures=pictures, **how):
         ids.append(token)
         piece = "" if token in stops else (stream.feed(token) if stream is not None else f"{token} ")
         text += piece
@@ -67,38 +83,30 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
         "ids": ids,
         "text": text + rest if stream is not None else None,
         "finish_reason": finish,
-        "prompt_tokens": len(prompt),
+        "prompt_tokens": len(prompt.ids),
     }
     return facts if speaks else None
 
 
-def prompt_ids(wanted: Generation, tokenizer: Tokenizer | None, artifact: Artifact) -> list[int]:
-    """Token ids of whatever was given as the prompt."""
+def prompt_of(wanted: Generation, tokenizer: Tokenizer | None, artifact: Artifact) -> Prompt:
+    """Whatever was given as the prompt."""
     if wanted.ids is not None:
-        return list(wanted.ids)
+        return Prompt(list(wanted.ids))
     if tokenizer is None:
         raise PromptError(f"{artifact.path}: has no tiktoken.model, so text cannot be encoded; use --ids")
     if wanted.prompt is not None:
-        chat: Any = [{"role": "user", "content": wanted.prompt}]
-    else:
-        assert wanted.messages is not None
-        try:
-            chat = json.loads(wanted.messages.read_text())
-        except ValueError as e:
-            raise PromptError(f"{wanted.messages}: not valid JSON: {e}") from e
-    options = {"messages": chat} if isinstance(chat, list) else dict(chat)
-    unknown = sorted(set(options) - {"messages", "tools", "thinking", "preserve_thinking"})
-    if unknown or not isinstance(options.get("messages"), list):
-        raise PromptError(
-            f"{wanted.messages}: expected messages, tools, thinking, preserve_thinking; found {sorted(options)}"
-        )
-    return ChatTemplate.open(artifact.path).encode_chat(
-        tokenizer,
-        options["messages"],
-        options.get("tools"),
-        thinking=bool(options.get("thinking", wanted.thinking)),
-        preserve_thinking=bool(options.get("preserve_thinking", False)),
-    )
+        request = {"messages": [user_message(wanted.prompt, wanted.images, wanted.videos)]}
+        # Files that the command line itself names may lie anywhere.
+        return encoded(artifact, tokenizer, request, Path("/"), wanted.thinking)
+    assert wanted.messages is not None
+    return encoded(artifact, tokenizer, conversation(wanted.messages), wanted.media_root, wanted.thinking)
+
+
+def features_of(model: Decoder, artifact: Artifact, items: Sequence[Item]) -> Tensor | None:
+    """Embeddings of the prompt's pictures, if it has any; the vision part is read only then."""
+    if not items:
+        return None
+    return Encoder.load(artifact, model.ops, model.ranks, model.settings).items(items)
 
 
 def score_task(model: Decoder, artifact: Artifact, wanted: Scoring) -> dict[str, Any] | None:
@@ -107,11 +115,22 @@ def score_task(model: Decoder, artifact: Artifact, wanted: Scoring) -> dict[str,
         tensors = load_file(wanted.source)
     except Exception as e:
         raise PromptError(f"{wanted.source}: cannot be read as safetensors: {e}") from e
-    ids = tensors.get("ids")
-    if ids is None or ids.dtype != torch.int64 or ids.ndim != 2 or len(tensors) != 1:
+    form = {n: (t.dtype, t.ndim) for n, t in tensors.items()}
+    if form not in (SCORED, SCORED | PICTURED):
         found = {n: f"{t.dtype} {list(t.shape)}" for n, t in tensors.items()}
-        raise PromptError(f"{wanted.source}: found {found}, expected exactly `ids` [B, T] int64")
-    logits = score(model, ids)
+        raise PromptError(
+            f"{wanted.source}: found {found}, expected exactly `ids` [B, T] int64, or with them `pixels` "
+            "[P, 3, p, p] float32 and `grids` [N, 3] int64"
+        )
+    ids, features = tensors["ids"], None
+    if "grids" in tensors:
+        if tensors["grids"].shape[1] != 3:
+            raise PromptError(f"{wanted.source}: grids: found {list(tensors['grids'].shape)}, expected [N, 3]")
+        encoder = Encoder.load(artifact, model.ops, model.ranks, model.settings)
+        grids = [(int(t), int(h), int(w)) for t, h, w in tensors["grids"].tolist()]
+        features = encoder.pixels(tensors["pixels"], grids)
+    pictures = placed(ids.flatten().tolist(), artifact.config.ids.media_placeholder, features)
+    logits = score(model, ids, pictures=pictures)
     if model.ranks.rank != 0:
         return None
     draft = wanted.output.with_name(wanted.output.name + ".part")

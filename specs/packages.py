@@ -8,6 +8,7 @@ KNOWN_GOOD: dict[str, tuple[str, str]] = {
     "huggingface-hub": ("1.0", "2.4"),
     "tiktoken": ("0.9", "0.14"),
     "jinja2": ("3.1", "3.1"),
+    "pillow": ("11.2", "13.0"),
 }
 # Packages that exist for one system only.
 LINUX_ONLY = ("triton",)

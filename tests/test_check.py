@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from runtime_min.artifact import Artifact
-from runtime_min.kernels.check import require, self_check
+from runtime_min.kernels.check import refuse_wrong, require, self_check, vision_check
 from runtime_min.kernels.index import KernelError
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, Ops
@@ -65,3 +65,19 @@ def test_a_wrong_op_is_named(artifact: Artifact, name: str) -> None:
     broken = model(artifact, replace(REF, **{name: WRONG[name]}))
     with pytest.raises(KernelError, match=f"{name}: differs from its definition"):
         require(broken)
+
+
+def test_the_vision_tower_s_attention_is_compared(artifact: Artifact) -> None:
+    how, dims = Settings(dtype=torch.float32, device=torch.device("cpu")), artifact.config.vision
+    assert dims is not None
+    refuse_wrong(vision_check(REF, dims, how))
+
+    def one_picture(qkv: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        return REF.vit_attn(qkv, cos, sin, (sum(lengths),))
+
+    def unturned(qkv: Tensor, cos: Tensor, sin: Tensor, lengths: tuple[int, ...]) -> Tensor:
+        return REF.vit_attn(qkv, torch.ones_like(cos), torch.zeros_like(sin), lengths)
+
+    for wrong in (one_picture, unturned):
+        with pytest.raises(KernelError, match="vit_attn: differs from its definition"):
+            refuse_wrong(vision_check(replace(REF, vit_attn=wrong), dims, how))

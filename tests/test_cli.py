@@ -50,7 +50,6 @@ def test_text_ends_with_the_next_command(demo: Path, tmp_path: Path) -> None:
         (("plan", "MODEL", "--tp", 8, "--ep", 5), "ep 5 does not divide world 8"),
         (("plan", "MODEL", "--tp", 128), "world 128: expected 1..64"),
         (("convert", "MODEL", "--draft", "x"), "--draft: drafts cannot be converted yet"),
-        (("convert", "MODEL", "--text-only"), "No such option"),
         (("convert", "MODEL", "--workers", 0), "not in the range"),
         (("verify", "MODEL", "--quick", "--against", "x"), "choose one"),
         (("demo", "MODEL", "--geometry", "k2.6"), "--layers"),

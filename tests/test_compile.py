@@ -59,11 +59,12 @@ def digest_of(artifact: Path) -> str:
 def test_every_kernel_of_the_model_is_there(artifact: Path) -> None:
     opened = Artifact.open(artifact)
     shapes = of_artifact(opened, BF16)
-    wanted = recorded(opened.config.text, opened.mesh, shapes, BF16, chooser("sm90")).variants
+    wanted = recorded(opened.config.text, opened.mesh, shapes, BF16, chooser("sm90"), opened.config.vision).variants
     found = index.read(artifact, "sm90", digest_of(artifact))
     assert set(found) == set(wanted) and len(found) > 30
     assert {v.kernel.split(".")[0] for v in found} == {
         "linear", "mla_decode", "mla_prefill", "moe_int4", "moe_route", "rmsnorm", "rope_cache", "silu_mul",
+        "vit_attn",
     }  # fmt: skip
     limit = archs()["sm90"]["shared_bytes"]
     for kernel in found.values():
@@ -95,9 +96,10 @@ def test_other_architectures_compile_within_their_shared_memory(artifact: Path, 
 @pytest.mark.parametrize("mesh", [Mesh(world=8, tp=8), Mesh(world=8, tp=8, ep=8)], ids=str)
 def test_the_release_s_kernels_are_few(mesh: Mesh) -> None:
     """No token count, context or page table makes a kernel of its own."""
-    dims = read_config(k26_config()).text
+    config = read_config(k26_config())
+    dims = config.text
     meta = of_dims(dims, mesh, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), BF16)
-    found = recorded(dims, mesh, meta, BF16, chooser("sm90"))
+    found = recorded(dims, mesh, meta, BF16, chooser("sm90"), config.vision)
     assert 40 < len(found.variants) < 90
 
 
@@ -235,11 +237,12 @@ from specs.mesh import Mesh
 from tests.fullsize import k26_config
 
 if __name__ == "__main__":
-    dims = replace(read_config(k26_config()).text, layers=2)
+    config = read_config(k26_config())
+    dims = replace(config.text, layers=2)
     wanted = {}
     for mesh in (Mesh(world=8, tp=8), Mesh(world=8, tp=8, ep=8)):
         meta = of_dims(dims, mesh, lambda s, t: torch.empty(s, dtype=t, device="meta"), torch.bfloat16)
-        wanted |= recorded(dims, mesh, meta, torch.bfloat16, chooser(sys.argv[1])).variants
+        wanted |= recorded(dims, mesh, meta, torch.bfloat16, chooser(sys.argv[1]), config.vision).variants
     with ProcessPoolExecutor(2) as pool:
         print(max(k.shared_bytes for k, _ in pool.map(partial(compiled, arch=sys.argv[1]), wanted)))
 """

@@ -1,7 +1,7 @@
 """All ranks of an artifact in one process and on one device, one thread a rank: sums and joins without a network."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -48,6 +48,11 @@ class Together(Ranks):
 
     def join(self, x: Tensor) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), -1)
+
+    def gather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
+        parts = self.meeting.exchange(self.rank, x)
+        assert [len(p) for p in parts] == list(rows)
+        return torch.cat(parts)
 
     def agreed(self, x: Tensor) -> Tensor:
         return x.copy_(self.meeting.exchange(self.rank, x)[0])

@@ -34,6 +34,7 @@ def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
 @click.command()
 @click.argument("model")
 @mesh_options
+@click.option("--text-only", is_flag=True, help="Leave the vision tower and projector out.")
 def plan(
     model: str,
     arch: str,
@@ -43,6 +44,7 @@ def plan(
     draft: tuple[str, ...],
     workers: int | None,
     as_json: bool,
+    text_only: bool,
 ) -> None:
     """Show what a conversion of MODEL would write, from its headers alone.
 
@@ -53,7 +55,7 @@ def plan(
 
     mesh = checked(arch, world, tp, ep, draft)
     source = find(model, headers_only=True)
-    made = make_plan(source, mesh, arch)
+    made = make_plan(source, mesh, arch, text_only)
     facts = plan_facts(made, workers or workers_default(), source.identity.record())
     emit(as_json, facts, plan_text(made, facts, shutil.disk_usage(".").free))
 
@@ -68,6 +70,7 @@ def plan(
     show_default=False,
 )
 @mesh_options
+@click.option("--text-only", is_flag=True, help="Leave the vision tower and projector out.")
 def convert(
     model: str | None,
     out: Path | None,
@@ -78,6 +81,7 @@ def convert(
     draft: tuple[str, ...],
     workers: int | None,
     as_json: bool,
+    text_only: bool,
 ) -> None:
     """Convert MODEL into an artifact for one mesh of GPUs.
 
@@ -96,9 +100,9 @@ def convert(
         model = DEMO
         ensure_demo(Path(model))
     if not Path(model).exists():
-        make_plan(find(model, headers_only=True), mesh, arch)
+        make_plan(find(model, headers_only=True), mesh, arch, text_only)
     source = find(model)
-    made = make_plan(source, mesh, arch)
+    made = make_plan(source, mesh, arch, text_only)
     out = out or default_out(model, mesh)
     count = workers or workers_default()
     for line in [*made.config.warnings, *missing_side_files(source.path)]:

@@ -38,7 +38,7 @@ class ArtifactSource:
         if problems := sealed.small_problems():
             raise ArtifactError(problems)
         self.manifest, self.mesh = sealed.manifest, sealed.mesh
-        self.config: Mapping[str, Any] = manifest.read_json(path / "config.json")
+        self.config: Mapping[str, Any] = self._config(manifest.read_json(path / "config.json"))
         self.header = dict(unfold(self.manifest["coverage"]["consumed"]))
         config = read_config(self.config)
         check_sizes(config, len(self.header))
@@ -57,6 +57,11 @@ class ArtifactSource:
         self.entries = read_indices(sealed)
         self._files = Files()
         self._last = threading.local()
+
+    def _config(self, whole: Mapping[str, Any]) -> Mapping[str, Any]:
+        """config.json as far as the artifact goes: one made with --text-only carries it whole, and no vision part."""
+        left_out = "vision" not in self.manifest.get("parts", ("vision",))
+        return {k: v for k, v in whole.items() if not (left_out and k == "vision_config")}
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
         """Rows low..high of a source tensor's first axis, as flat uint8; SourceError if a part is damaged."""

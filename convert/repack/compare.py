@@ -14,8 +14,11 @@ from convert.readers.artifact import ArtifactSource
 from convert.readers.files import as_bytes
 from convert.readers.source import Source
 from convert.repack.assemble import BLOCK_BYTES
+from convert.shard.plan import without_vision
 from specs import manifest
+from specs.config import read_config
 from specs.expand import tensor_names
+from specs.schema import load
 from specs.storage import nbytes
 
 
@@ -37,9 +40,12 @@ def contents(
     """Logical digests by unpacking (of a sample: of the chosen tensors), and the differences from `against`."""
     problems: list[str] = []
     if against is not None:
+        theirs = against.header
+        if "vision" not in source.manifest.get("parts", ("vision",)):
+            theirs = without_vision(load(source.manifest["model"]["spec"]), read_config(against.config), theirs)
         problems = [
             f"{n}: is in {'the artifact' if n in source.header else 'the source'} only, or of another dtype or shape"
-            for n in sorted({k for k, _ in set(source.header.items()) ^ set(against.header.items())})
+            for n in sorted({k for k, _ in set(source.header.items()) ^ set(theirs.items())})
         ]
     lines: dict[str, dict[str, tuple[str, tuple[int, ...], str]]] = defaultdict(dict)
     bundles = list(_bundles(source))

@@ -7,7 +7,7 @@ import hashlib
 import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import prod
 from typing import Any, Literal
@@ -141,9 +141,15 @@ def plan(
     header: Mapping[str, tuple[str, tuple[int, ...]]],
     mesh: Mesh,
     part_bytes: int = PART_BYTES,
+    text_only: bool = False,
 ) -> Plan:
-    """The whole conversion, decided. Raises CutError or HeaderError with every problem of that kind."""
+    """The whole conversion, decided; with `text_only` as if the checkpoint had no vision part.
+
+    Raises CutError or HeaderError with every problem of that kind.
+    """
     check_sizes(config, len(header))
+    if text_only:
+        header, config = without_vision(spec, config, header), replace(config, vision=None)
     expanded = expand(spec, config, header)
     check_header(expanded, header)
     check_cuts(expanded, mesh)
@@ -161,6 +167,14 @@ def plan(
     return Plan(
         spec=spec, config=config, mesh=mesh, expanded=expanded, header=header, jobs=tuple(jobs), part_bytes=part_bytes
     )
+
+
+def without_vision(
+    spec: Spec, config: ModelConfig, header: Mapping[str, tuple[str, tuple[int, ...]]]
+) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """The header without the tensors of the spec's vision part."""
+    parts = expand(spec, config, header).parts
+    return {name: facts for name, facts in header.items() if parts.get(name) != "vision"}
 
 
 def store(family: Family, mesh: Mesh) -> Store:

@@ -12,8 +12,9 @@ from torch import Tensor
 from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.moe_route.ref import Routing
 from runtime_min.kv import Sequence, batch
-from runtime_min.models.decoder import Decoder
+from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, Ops
+from specs.dims import VisionDims
 
 # Largest difference against the largest wanted value: bf16 rounds inputs, weights and results once each; a table of
 # wrong lengths, a missed mask or a swapped nibble is far above.
@@ -63,6 +64,23 @@ def self_check(model: Decoder) -> tuple[list[Checked], float]:
 def require(model: Decoder) -> float:
     """Seconds of a self-check that found nothing; KernelError that names every wrong op."""
     found, seconds = self_check(model)
+    refuse_wrong(found)
+    return seconds
+
+
+def vision_check(ops: Ops, dims: VisionDims, settings: Settings) -> list[Checked]:
+    """The vision tower's attention at its own heads, over pictures of three sizes, against its definition."""
+    lengths, head = (70, 4, 260), dims.vit_hidden // dims.vit_heads
+    generator = torch.Generator().manual_seed(1)
+    qkv = torch.randn(sum(lengths), 3, dims.vit_heads, head, generator=generator).to(settings.device, settings.dtype)
+    angles = torch.rand(sum(lengths), head // 2, generator=generator).to(settings.device) * 6
+    want = REF.vit_attn(qkv.clone(), angles.cos(), angles.sin(), lengths)
+    error = _error(ops.vit_attn(qkv, angles.cos(), angles.sin(), lengths), want)
+    return [Checked(op="vit_attn", calls=1, error=error, bound=BOUNDS[settings.dtype])]
+
+
+def refuse_wrong(found: list[Checked]) -> None:
+    """KernelError that names every op which differs from its definition."""
     wrong = [c for c in found if not c.good]
     if wrong:
         raise KernelError(
@@ -70,7 +88,6 @@ def require(model: Decoder) -> float:
             "not serve from this machine, and report the card and driver"
             for c in wrong
         )
-    return seconds
 
 
 def _with_layers(model: Decoder, layers: list[int], ops: Ops) -> Decoder:

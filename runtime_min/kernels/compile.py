@@ -21,9 +21,9 @@ from runtime_min.kernels.record import Recorder, Step, Variant, steps
 from runtime_min.kv import PAGE_TOKENS, LatentCache, Sequence, batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_artifact
-from runtime_min.ops import triton_ops
+from runtime_min.ops import Ops, triton_ops
 from runtime_min.ranks import Ranks
-from specs.dims import TextDims
+from specs.dims import TextDims, VisionDims
 from specs.mesh import Mesh
 from specs.schema import archs
 
@@ -39,15 +39,31 @@ class Alone(Ranks):
 
 
 def recorded(
-    dims: TextDims, mesh: Mesh, weights: dict[str, Stored], dtype: torch.dtype, choose: Callable[[Problem], Any]
+    dims: TextDims,
+    mesh: Mesh,
+    weights: dict[str, Stored],
+    dtype: torch.dtype,
+    choose: Callable[[Problem], Any],
+    vision: VisionDims | None = None,
 ) -> Recorder:
-    """Every kernel and problem of a rank's model up to its context; weights on the meta device."""
+    """Every kernel and problem of a rank's model up to its context, and of its vision tower; weights on the meta
+    device."""
     recorder = Recorder(choose)
     how = Settings(dtype=dtype, device=torch.device("meta"), positions=min(dims.context, 1 << 18))
     model = Decoder(dims, weights, triton_ops(recorder), Alone(0, mesh), how)
     for step in steps(dims.context):
         take(model, step)
+    if vision is not None:
+        see(vision, model.ops, dtype)
     return recorder
+
+
+def see(dims: VisionDims, ops: Ops, dtype: torch.dtype) -> None:
+    """The kernels of the vision tower, which do not depend on the pictures' sizes."""
+    head = dims.vit_hidden // dims.vit_heads
+    qkv = torch.empty(4, 3, dims.vit_heads, head, dtype=dtype, device="meta")
+    angles = torch.empty(4, head // 2, device="meta")
+    ops.vit_attn(qkv, angles, angles, (4,))
 
 
 def take(model: Decoder, step: Step) -> None:
@@ -82,9 +98,10 @@ def compile_artifact(path: Path, arch: str, workers: int, progress: Callable[[in
     artifact = Artifact.open(path, 0, verify=False)
     weights = artifact.manifest["digest"]
     shapes = of_artifact(artifact, torch.bfloat16)
+    seen = artifact.config.vision if artifact.has_vision else None
     found: dict[Variant, None] = {}
     for choose in choosers(arch, path, weights):
-        found |= recorded(artifact.config.text, artifact.mesh, shapes, torch.bfloat16, choose).variants
+        found |= recorded(artifact.config.text, artifact.mesh, shapes, torch.bfloat16, choose, seen).variants
     wanted = list(found)
     target = index.folder(path, arch)
     if _there(path, arch, weights, wanted):

@@ -1,6 +1,7 @@
 """Text in and out of the runtime: ids, chat prompts, tool declarations. No remote code."""
 
 from runtime_min.text.files import TokenizerError
+from runtime_min.text.media import Slot
 from runtime_min.text.messages import ChatError
 from runtime_min.text.template import ChatTemplate
 from runtime_min.text.tokenizer import Piece, Stream, Tokenizer
@@ -10,6 +11,7 @@ __all__ = [
     "ChatError",
     "ChatTemplate",
     "Piece",
+    "Slot",
     "Stream",
     "Tokenizer",
     "TokenizerError",

@@ -11,6 +11,7 @@ from jinja2.ext import loopcontrols
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from runtime_min.text.media import Slot, expanded
 from runtime_min.text.messages import ChatError, checked
 from runtime_min.text.tokenizer import Piece, Tokenizer
 from runtime_min.text.tools import ToolError, declare, ordered
@@ -84,17 +85,21 @@ class ChatTemplate:
         thinking: bool = True,
         preserve_thinking: bool = False,
         add_generation_prompt: bool = True,
+        media: Sequence[Slot] | None = None,
     ) -> list[int]:
-        """Ids of the prompt; arguments and errors as for `pieces`. Only the template's own text gives special ids."""
-        return tokenizer.encode_pieces(
-            self.pieces(
-                messages,
-                tools,
-                thinking=thinking,
-                preserve_thinking=preserve_thinking,
-                add_generation_prompt=add_generation_prompt,
-            )
+        """Ids of the prompt; arguments and errors as for `pieces`. Only the template's own text gives special ids.
+
+        media: what the placeholders stand for, in order; each becomes as many pads as it has tokens, and ChatError
+        says so if they do not fit. None leaves placeholders as the template writes them.
+        """
+        pieces = self.pieces(
+            messages,
+            tools,
+            thinking=thinking,
+            preserve_thinking=preserve_thinking,
+            add_generation_prompt=add_generation_prompt,
         )
+        return tokenizer.encode_pieces(pieces if media is None else expanded(pieces, media))
 
 
 def _environment() -> ImmutableSandboxedEnvironment:

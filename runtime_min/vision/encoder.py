@@ -1,0 +1,122 @@
+"""From items to rows of the text embedding: shared out over the ranks, patches made in threads while others compute."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from runtime_min.artifact import Artifact
+from runtime_min.kernels.check import refuse_wrong, vision_check
+from runtime_min.models.decoder import Settings
+from runtime_min.models.vit import Grid, Tower
+from runtime_min.ops import Ops
+from runtime_min.ranks import Ranks
+from runtime_min.vision.items import Item, normalized, patches
+from runtime_min.vision.rule import Rule
+from specs.dims import VisionDims
+
+# Patches in one pass: enough to fill a card, few enough that the next pass's patches are made meanwhile.
+PASS = 1 << 15
+WORKERS = 8
+
+
+def cost(grid: Grid, dims: VisionDims) -> int:
+    """Arithmetic of one item, up to a factor: dense products by patches, attention by their square."""
+    n = prod(grid)
+    return n * (2 * dims.vit_hidden + dims.vit_ff + n)
+
+
+def shares(costs: Sequence[int], world: int) -> list[list[int]]:
+    """Items of every rank: the dearest first, each to whoever has least. The same on every rank."""
+    out: list[list[int]] = [[] for _ in range(world)]
+    load = [0] * world
+    for i in sorted(range(len(costs)), key=lambda i: (-costs[i], i)):
+        rank = load.index(min(load))
+        out[rank].append(i)
+        load[rank] += costs[i]
+    return out
+
+
+def passes(grids: Sequence[Grid], mine: Sequence[int]) -> Iterator[list[int]]:
+    """`mine` in passes of at most PASS patches (a larger item is one of its own), equal grids side by side."""
+    group: list[int] = []
+    for i in sorted(mine, key=lambda i: (grids[i], i)):
+        if group and sum(prod(grids[j]) for j in group) + prod(grids[i]) > PASS:
+            yield group
+            group = []
+        group.append(i)
+    if group:
+        yield group
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Encoder:
+    """One rank's encoder. Every rank calls `items` or `pixels` with the same arguments and gets the same rows."""
+
+    tower: Tower
+    rule: Rule
+    ranks: Ranks
+
+    @classmethod
+    def load(cls, artifact: Artifact, ops: Ops, ranks: Ranks, settings: Settings) -> "Encoder":
+        """The encoder of one rank of an artifact.
+
+        Raises ArtifactError if it has no vision part, MediaError if it has no preprocessor's rule, KernelError if a
+        kernel differs from its definition here.
+        """
+        weights = artifact.vision(settings.device, settings.dtype)
+        assert artifact.config.vision is not None
+        if ops.kernels is not None:
+            refuse_wrong(vision_check(ops, artifact.config.vision, settings))
+        return cls(Tower(artifact.config.vision, weights, ops), Rule.open(artifact.path), ranks)
+
+    def items(self, items: Sequence[Item]) -> Tensor:
+        """Embeddings [tokens of all items, hidden] in order. MediaError for a picture that cannot be decoded."""
+        grids = [item.grid for item in items]
+        plan = self._plan(grids)
+        groups = list(passes(grids, plan[self.ranks.rank]))
+        with ThreadPoolExecutor(WORKERS) as pool:
+            made = [[pool.submit(patches, items[i], self.rule.patch) for i in group] for group in groups]
+            try:
+                rows = [
+                    self.tower.forward(self._sent([m.result() for m in futures]), [grids[i] for i in group])
+                    for group, futures in zip(groups, made, strict=True)
+                ]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        return self._gathered(rows, grids, plan)
+
+    def pixels(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
+        """The same from normalized patches [P, 3, p, p] of items in order. VisionError if grids and P disagree."""
+        self.tower.check(pixels, grids)
+        parts = pixels.split([prod(g) for g in grids])  # type: ignore[no-untyped-call]
+        plan = self._plan(grids)
+        groups = list(passes(grids, plan[self.ranks.rank]))
+        rows = [
+            self.tower.forward(torch.cat([parts[i] for i in g]).to(self.tower.device), [grids[i] for i in g])
+            for g in groups
+        ]
+        return self._gathered(rows, grids, plan)
+
+    def _plan(self, grids: Sequence[Grid]) -> list[list[int]]:
+        return shares([cost(g, self.tower.dims) for g in grids], self.ranks.mesh.world)
+
+    def _sent(self, made: Sequence[Tensor]) -> Tensor:
+        """uint8 patches side by side on the device, normalized there; the copy does not wait for the device."""
+        device, shape = self.tower.device, (sum(map(len, made)), *made[0].shape[1:])
+        whole = torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
+        torch.cat(list(made), out=whole)
+        return normalized(whole.to(device, non_blocking=True), self.rule, self.tower.dtype)
+
+    def _gathered(self, rows: Sequence[Tensor], grids: Sequence[Grid], plan: list[list[int]]) -> Tensor:
+        """Rows of every rank's passes, in the order of the items."""
+        tokens = [self.tower.tokens(g) for g in grids]
+        none = torch.empty(0, self.tower.dims.text_hidden, dtype=self.tower.dtype, device=self.tower.device)
+        every = self.ranks.gather(torch.cat([none, *rows]), [sum(tokens[i] for i in share) for share in plan])
+        held = [i for share in plan for group in passes(grids, share) for i in group]
+        parts = dict(zip(held, every.split([tokens[i] for i in held]), strict=True))  # type: ignore[no-untyped-call]
+        return torch.cat([none, *(parts[i] for i in range(len(grids)))])
