@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from runtime_min.kernels.layouts import LAYOUTS
-from runtime_min.read import Phase, Span, fill
+from runtime_min.read import THREADS, Phase, Span, fill
 from specs import manifest
 from specs.config import read_config
 from specs.dims import ModelConfig
@@ -98,7 +98,9 @@ class Artifact:
         return {name: replace(w, tensor=cast(w.tensor, dtype)) for name, w in loaded.items()}
 
 
-def load(entries: Iterable[Mapping[str, Any]], device: torch.device) -> tuple[dict[str, Stored], Phase]:
+def load(
+    entries: Iterable[Mapping[str, Any]], device: torch.device, threads: int = THREADS
+) -> tuple[dict[str, Stored], Phase]:
     """Index entries, each with the `path` of its file, -> tensors on `device` as stored, and what reading them took."""
     rows: dict[str, int] = {}
     for e in entries:
@@ -112,7 +114,7 @@ def load(entries: Iterable[Mapping[str, Any]], device: torch.device) -> tuple[di
             out[name] = Stored(whole, e["layout"]["id"], how, tuple(tuple(s) for s in e["logical"]))
         start = e.get("start", 0)
         spans.append(Span(e["path"], e["offset"], out[name].tensor[start : start + e["shape"][0]]))
-    return out, fill(spans, device)
+    return out, fill(spans, device, threads)
 
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

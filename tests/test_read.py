@@ -1,14 +1,19 @@
 """Loading: every byte of every span in its place, whatever the block size, the number of threads or the order."""
 
+import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from click import ClickException
+from click.testing import CliRunner
 
 from runtime_min import read
 from runtime_min.artifact import Artifact, load
+from runtime_min.bench import load as bench
 from runtime_min.read import Span, blocks, fill
 from specs.errors import ArtifactError
 from tests.lab import converted
@@ -109,6 +114,22 @@ def test_a_rank_loads_what_safetensors_reads(demo: Path, tmp_path: Path, device:
         assert (check.name, loaded.name) == ("check", "read") and check.nbytes > loaded.nbytes > 1e6
         wide = artifact.weights(torch.device(device), torch.float32)
         assert {t.tensor.dtype for t in wide.values()} == {torch.float32, torch.int32}
+
+
+def test_the_bench_proves_before_it_times(demo: Path, tmp_path: Path, device: str) -> None:
+    converted(demo, tmp_path / "a", world=2, tp=2)
+    arguments = [str(tmp_path / "a"), "--rank", "1", "--device", device, "--count", "1"]
+    done = CliRunner().invoke(bench.main, [*arguments, "--result", str(tmp_path / "r/load")])
+    assert done.exit_code == 0, done.output
+    facts = json.loads((tmp_path / "r/load.json").read_text())
+    assert {(r["state"], r["method"]) for r in facts["rows"]} >= {("cold", "raw read"), ("warm", "kiln")}
+    assert all(r["seconds"] > 0 and r["of_raw"] > 0 for r in facts["rows"])
+    part = next((tmp_path / "a/weights/rank-01").glob("*.safetensors"))
+    index = json.loads((part.parent / "index.json").read_text())["tensors"]
+    moved = [{**e, "path": part.parent / e["file"], "offset": e["offset"] + 2} for e in index]
+    artifact = replace(Artifact.open(tmp_path / "a", 1), entries=tuple(moved[:3]))
+    with pytest.raises(ClickException, match="was loaded wrongly, so no speed is printed"):
+        bench.check_equal(artifact, torch.device(device))
 
 
 def test_nothing_to_load_is_fine() -> None:
