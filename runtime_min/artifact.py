@@ -1,17 +1,18 @@
 """An artifact as the runtime sees it: one rank's weights, checked first, then mapped and copied. No arithmetic."""
 
 import hashlib
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from runtime_min.kernels.layouts import LAYOUTS
+from runtime_min.read import THREADS, Phase, Span, fill
 from specs import manifest
 from specs.config import read_config
 from specs.dims import ModelConfig
@@ -21,6 +22,7 @@ from specs.mesh import Mesh
 READ = 8 << 20
 HASHERS = 8
 INDEX = "index.json"
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32}
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,10 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True)
 class Artifact:
-    """One rank's view of an artifact folder. `open` has checked whatever can be checked without a GPU."""
+    """One rank's view of an artifact folder. `open` has checked whatever can be checked without a GPU.
+
+    phases: what checking and loading took so far.
+    """
 
     path: Path
     rank: int
@@ -48,6 +53,7 @@ class Artifact:
     manifest: Mapping[str, Any]
     entries: tuple[dict[str, Any], ...]
     verify: bool = True
+    phases: list[Phase] = field(default_factory=list, compare=False)
 
     @classmethod
     def open(cls, path: Path, rank: int = 0, verify: bool = True) -> "Artifact":
@@ -63,11 +69,12 @@ class Artifact:
             raise ArtifactError(f"{path}: has ranks 0..{mesh.world - 1} ({mesh}), rank {rank} was asked for")
         folders = [f for f in ("weights/common", f"weights/rank-{rank:02d}") if (path / f).is_dir()]
         mine = [f for f in sealed["files"] if f["path"].rpartition("/")[0] in ("", *folders)]
-        check_files(path, mine, verify)
+        phase = check_files(path, mine, verify)
         entries = tuple(e for folder in folders for e in read_index(path, folder))
         config = read_config(manifest.read_json(path / "config.json"))
         return cls(
-            path=path, rank=rank, mesh=mesh, config=config, manifest=sealed, entries=entries, verify=verify
+            path=path, rank=rank, mesh=mesh, config=config, manifest=sealed, entries=entries, verify=verify,
+            phases=[phase],
         )  # fmt: skip
 
     @property
@@ -79,27 +86,9 @@ class Artifact:
     def weights(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Stored]:
         """Every text weight of this rank on `device`. BF16 tensors become `dtype` if one is given; INT4 slots, and
         FP32 ones unless `dtype` is float64, stay as they are."""
-        out: dict[str, Stored] = {}
-        totals = {e["name"]: 0 for e in self.entries}
-        for e in self.entries:
-            totals[e["name"]] += e["shape"][0]
-        by_file: dict[Path, list[dict[str, Any]]] = {}
-        for e in self.entries:
-            by_file.setdefault(e["path"], []).append(e)
-        for file, found in by_file.items():
-            with safe_open(file, "pt") as f:
-                for e in found:
-                    tensor = cast(f.get_tensor(e["name"]), dtype)
-                    name = e["name"]
-                    if name not in out:
-                        shape = (totals[name], *tensor.shape[1:])
-                        how = {k: v for k, v in e["layout"].items() if k != "id"}
-                        logical = tuple(tuple(s) for s in e["logical"])
-                        whole = torch.empty(shape, dtype=tensor.dtype, device=device)
-                        out[name] = Stored(whole, e["layout"]["id"], how, logical)
-                    start = e.get("start", 0)
-                    out[name].tensor[start : start + tensor.shape[0]].copy_(tensor)
-        return out
+        loaded, phase = load(self.entries, device)
+        self.phases.append(phase)
+        return {name: replace(w, tensor=cast(w.tensor, dtype)) for name, w in loaded.items()}
 
     def vision(self, device: torch.device, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Vision tower and projector, whole on every rank, as `dtype` if one is given; checked now, as `open` checks.
@@ -108,11 +97,9 @@ class Artifact:
         """
         self.require_vision()
         check_files(self.path, [f for f in self.manifest["files"] if f["path"].startswith("vision/")], self.verify)
-        out: dict[str, Tensor] = {}
-        for e in read_index(self.path, "vision"):
-            with safe_open(e["path"], "pt") as f:
-                out[e["name"]] = cast(f.get_tensor(e["name"]), dtype).to(device)
-        return out
+        loaded, phase = load(read_index(self.path, "vision"), device)
+        self.phases.append(phase)
+        return {name: cast(w.tensor, dtype) for name, w in loaded.items()}
 
     @property
     def has_vision(self) -> bool:
@@ -140,6 +127,25 @@ def read_index(path: Path, folder: str) -> list[dict[str, Any]]:
     return entries
 
 
+def load(
+    entries: Iterable[Mapping[str, Any]], device: torch.device, threads: int = THREADS
+) -> tuple[dict[str, Stored], Phase]:
+    """Index entries, each with the `path` of its file, -> tensors on `device` as stored, and what reading them took."""
+    rows: dict[str, int] = {}
+    for e in entries:
+        rows[e["name"]] = rows.get(e["name"], 0) + e["shape"][0]
+    out: dict[str, Stored] = {}
+    spans: list[Span] = []
+    for e in entries:
+        if (name := e["name"]) not in out:
+            whole = torch.empty((rows[name], *e["shape"][1:]), dtype=DTYPES[e["dtype"]], device=device)
+            how = {k: v for k, v in e["layout"].items() if k != "id"}
+            out[name] = Stored(whole, e["layout"]["id"], how, tuple(tuple(s) for s in e["logical"]))
+        start = e.get("start", 0)
+        spans.append(Span(e["path"], e["offset"], out[name].tensor[start : start + e["shape"][0]]))
+    return out, fill(spans, device, threads)
+
+
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Dense weights in the dtype of the computation."""
     if dtype is None or tensor.dtype == torch.int32 or (tensor.dtype == torch.float32 and dtype != torch.float64):
@@ -147,9 +153,9 @@ def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.to(dtype)
 
 
-def check_files(path: Path, files: list[dict[str, Any]], verify: bool) -> None:
+def check_files(path: Path, files: list[dict[str, Any]], verify: bool) -> Phase:
     """ArtifactError with every file that is missing, of another size or, if asked, of another sha256."""
-    problems = []
+    begin, hashed, problems = time.perf_counter(), 0, []
     for file in files:
         target = path / file["path"]
         if not target.is_file():
@@ -161,6 +167,7 @@ def check_files(path: Path, files: list[dict[str, Any]], verify: bool) -> None:
         chosen = [f for f in files if verify or not f["path"].endswith(".safetensors")]
         with ThreadPoolExecutor(HASHERS) as pool:
             found = list(pool.map(lambda f: sha256(path / f["path"]), chosen))
+        hashed = sum(f["size"] for f in chosen)
         for file, digest in zip(chosen, found, strict=True):
             if digest != file["sha256"]:
                 problems.append(
@@ -168,6 +175,7 @@ def check_files(path: Path, files: list[dict[str, Any]], verify: bool) -> None:
                 )
     if problems:
         raise ArtifactError(problems)
+    return Phase("check", hashed, time.perf_counter() - begin)
 
 
 def sha256(path: Path) -> str:

@@ -86,6 +86,8 @@ def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: st
     group = ranks.join(artifact.mesh, rank, world, chosen.device, init)
     try:
         model = Decoder.load(artifact, ops_of(name, artifact, chosen), group, chosen)
+        if rank == 0:
+            sys.stderr.write(f"load: {', '.join(map(str, artifact.phases))}\n")
         if run.check and name == "triton" and chosen.device.type == "cuda":
             seconds = require(model)
             if rank == 0:

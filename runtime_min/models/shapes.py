@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from runtime_min.artifact import Artifact, Stored
+from runtime_min.artifact import DTYPES, Artifact, Stored
 from specs.dims import TextDims
 from specs.mesh import Mesh
 from specs.storage import int4_slot, largest_tile
 
-DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32}
 # Two bf16 scales of 2^-9 in a word.
 SCALES = 0x3B003B00
 Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
