@@ -66,6 +66,10 @@ def test_every_kernel_of_the_model_is_there(artifact: Path) -> None:
         "linear", "mla_decode", "mla_prefill", "moe_int4", "moe_route", "rmsnorm", "rope_cache", "silu_mul",
         "vit_attn",
     }  # fmt: skip
+    shipped = [t.path.name for t in tuning.tables("sm90")]
+    own = tuning.tables("sm90", artifact, digest_of(artifact))[: len(shipped)]
+    assert shipped and [t.path for t in own] == [artifact / "tuning" / n for n in shipped]
+    assert json.loads((artifact / "kernels/sm90/index.json").read_text())["tried"] == ["H200"]
     limit = archs()["sm90"]["shared_bytes"]
     for kernel in found.values():
         assert kernel.shared_bytes <= limit and index.image(artifact, "sm90", kernel)[:4] == b"\x7fELF"

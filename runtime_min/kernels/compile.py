@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from runtime_min.artifact import Artifact, Stored
-from runtime_min.kernels import index
+from runtime_min.kernels import index, tuning
 from runtime_min.kernels.choose import choosers
 from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
@@ -84,10 +84,10 @@ def work(cache: LatentCache, step: Step, ids: Callable[[int], list[int]]) -> lis
 
 
 def compile_artifact(path: Path, arch: str, workers: int, progress: Callable[[int, int], None]) -> tuple[int, bool]:
-    """Writes kernels/<arch> of an artifact; the number of kernels, and whether they were there already.
+    """Writes kernels/<arch> of an artifact, and the package's tables for it to tuning/.
 
-    The same artifact, sources and Triton give the same bytes. Raises KernelError for a kernel that wants more shared
-    memory than a block of the architecture has.
+    Returns the number of kernels, and whether they were there already. The same artifact, sources and Triton give the
+    same bytes. Raises KernelError for a kernel that wants more shared memory than a block of the architecture has.
     """
     import triton
 
@@ -98,6 +98,7 @@ def compile_artifact(path: Path, arch: str, workers: int, progress: Callable[[in
     artifact = Artifact.open(path, 0, verify=False)
     weights = artifact.manifest["digest"]
     shapes = of_artifact(artifact, torch.bfloat16)
+    tuning.put(path, arch, weights)
     seen = artifact.config.vision if artifact.has_vision else None
     found: dict[Variant, None] = {}
     for choose in choosers(arch, path, weights):

@@ -10,6 +10,7 @@ from typing import Any
 from runtime_min.kernels.record import Variant
 from specs import manifest
 from specs.errors import InputError
+from specs.schema import archs
 
 FORMAT = "kiln-kernels"
 VERSION = 1
@@ -53,10 +54,12 @@ def source_digest(op: str) -> str:
 
 
 def sealed(arch: str, weights: str, triton: str, kernels: list[Compiled]) -> bytes:
-    """index.json: the same kernels give the same bytes."""
+    """index.json: the same kernels give the same bytes. `tried` names the cards that kernels of the architecture have
+    run on."""
     ops = sorted({k.variant.kernel.split(".")[0] for k in kernels})
     body = {
-        "format": FORMAT, "version": VERSION, "arch": arch, "weights": weights, "triton": triton,
+        "format": FORMAT, "version": VERSION, "arch": arch, "tried": archs()[arch]["tried"], "weights": weights,
+        "triton": triton,
         "sources": {op: source_digest(op) for op in ops},
         "kernels": [_row(k) for k in sorted(kernels, key=lambda k: k.file)],
     }  # fmt: skip

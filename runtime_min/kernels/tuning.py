@@ -134,6 +134,17 @@ def _entries(op: str, rows: Any) -> list[Entry] | None:
     return out
 
 
+def put(artifact: Path, arch: str, weights: str) -> None:
+    """Copies the package's tables of an architecture into an artifact that has none of that device, bound to it."""
+    for table in tables(arch):
+        target = artifact / "tuning" / table.path.name
+        if not target.exists():
+            target.parent.mkdir(exist_ok=True)
+            draft = target.with_name(target.name + ".part")
+            draft.write_bytes(sealed(table.setting, table.entries, weights))
+            draft.rename(target)
+
+
 def tables(arch: str, artifact: Path | None = None, weights: str = "") -> list[Table]:
     """Every table for an architecture: the artifact's own first, then the package's."""
     own = sorted((artifact / "tuning").glob("*.json")) if artifact is not None else []
