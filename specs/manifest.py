@@ -69,6 +69,8 @@ def read(folder: Path) -> dict[str, Any]:
         for k, t in NEEDED.items()
         if not isinstance(m.get(k), t)
     ]
+    if not isinstance(parts := m.get("parts", []), list) or not all(isinstance(part, str) for part in parts):
+        problems.append(f"{path}: parts: found {parts!r}, expected a list of names")
     if problems:
         raise ArtifactError(problems)
     body = {k: v for k, v in m.items() if k != "digest"}
