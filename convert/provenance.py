@@ -1,12 +1,10 @@
 """provenance.json: who, when, where and with what. Outside every digest but its own: same input, same bytes."""
 
-import hashlib
 import json
 import platform
 import time
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 from convert.readers.source import Source
 from specs import manifest
@@ -26,12 +24,7 @@ def provenance(command: str, source: Source) -> bytes:
         "source_path": str(source.path),
         "source_state": source.state,
     }
-    return sealed(facts)
-
-
-def sealed(facts: dict[str, Any]) -> bytes:
-    """JSON bytes of the facts and their own sha256."""
-    return manifest.canonical({**facts, "digest": hashlib.sha256(manifest.canonical(facts)).hexdigest()})
+    return manifest.seal(facts)
 
 
 def problems(folder: Path) -> list[str]:
@@ -45,4 +38,4 @@ def problems(folder: Path) -> list[str]:
     except (OSError, ValueError, RecursionError) as e:
         return [f"{path}: cannot be read: {e}"]
     body = {k: v for k, v in facts.items() if k != "digest"} if isinstance(facts, dict) else {}
-    return [] if raw == sealed(body) else [f"{path}: was changed after it was written"]
+    return [] if raw == manifest.seal(body) else [f"{path}: was changed after it was written"]

@@ -29,10 +29,20 @@ def canonical(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True) + "\n").encode()
 
 
+def seal(body: Mapping[str, Any]) -> bytes:
+    """JSON bytes of `body` and its own digest."""
+    return canonical({**body, "digest": hashlib.sha256(canonical(body)).hexdigest()})
+
+
+def intact(value: Mapping[str, Any]) -> bool:
+    """Is this what `seal` sealed?"""
+    body = {k: v for k, v in value.items() if k != "digest"}
+    return hashlib.sha256(canonical(body)).hexdigest() == value.get("digest")
+
+
 def sealed(body: Mapping[str, Any]) -> bytes:
     """manifest.json for a body without format, version and digest."""
-    full = {"format": FORMAT, "version": "{}.{}".format(*VERSION), **body}
-    return canonical({**full, "digest": hashlib.sha256(canonical(full)).hexdigest()})
+    return seal({"format": FORMAT, "version": "{}.{}".format(*VERSION), **body})
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -73,8 +83,7 @@ def read(folder: Path) -> dict[str, Any]:
         problems.append(f"{path}: parts: found {parts!r}, expected a list of names")
     if problems:
         raise ArtifactError(problems)
-    body = {k: v for k, v in m.items() if k != "digest"}
-    if hashlib.sha256(canonical(body)).hexdigest() != m["digest"]:
+    if not intact(m):
         raise ArtifactError(f"{path}: its digest does not fit its contents; the manifest was changed after sealing")
     return m
 

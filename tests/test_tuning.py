@@ -1,5 +1,6 @@
 """Tuning tables: what is read, what counts, what is chosen, and what a damaged or foreign one says."""
 
+import hashlib
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from runtime_min.kernels.moe_route.ref import Routing
 from runtime_min.kernels.race import wanted
 from runtime_min.kernels.tune import journal, recalled
 from runtime_min.kernels.tuning import Entry, Setting, TuningError
+from specs import manifest
 from specs.config import read_config
 from specs.mesh import Mesh
 from specs.schema import archs
@@ -64,8 +66,8 @@ def changed(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
     body = json.loads(path.read_text())
     body.pop("digest")
     change(body)
-    digest = tuning.hashlib.sha256(tuning.manifest.canonical(body)).hexdigest()
-    path.write_bytes(tuning.manifest.canonical({**body, "digest": digest}))
+    digest = hashlib.sha256(manifest.canonical(body)).hexdigest()
+    path.write_bytes(manifest.canonical({**body, "digest": digest}))
     return path
 
 

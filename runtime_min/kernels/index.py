@@ -63,7 +63,7 @@ def sealed(arch: str, weights: str, triton: str, kernels: list[Compiled]) -> byt
         "sources": {op: source_digest(op) for op in ops},
         "kernels": [_row(k) for k in sorted(kernels, key=lambda k: k.file)],
     }  # fmt: skip
-    return manifest.canonical({**body, "digest": hashlib.sha256(manifest.canonical(body)).hexdigest()})
+    return manifest.seal(body)
 
 
 def _row(k: Compiled) -> dict[str, Any]:
@@ -82,11 +82,10 @@ def read(artifact: Path, arch: str, weights: str) -> dict[Variant, Compiled]:
     """
     path = folder(artifact, arch) / NAME
     found = manifest.read_json(path)
-    body = {k: v for k, v in found.items() if k != "digest"}
     problems = []
     if found.get("format") != FORMAT or found.get("version") != VERSION:
         raise KernelError(f"{path}: is no {FORMAT} index of version {VERSION}; {rebuild(artifact, arch)}")
-    if hashlib.sha256(manifest.canonical(body)).hexdigest() != found.get("digest"):
+    if not manifest.intact(found):
         raise KernelError(f"{path}: was changed after sealing; {rebuild(artifact, arch)}")
     if found["arch"] != arch:
         problems.append(f"compiled for {found['arch']}, this is {arch}")

@@ -4,7 +4,6 @@ A table is one JSON file, sealed by its own digest. `tuned/` holds those that sh
 hold more in tuning/, bound to its weights. A config counts only while the op's device code is what it was tuned with.
 """
 
-import hashlib
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, fields, is_dataclass
@@ -92,7 +91,7 @@ def sealed(setting: Setting, entries: Iterable[Entry], weights: str = "") -> byt
         row = {"us": e.us, "spread": e.spread, "default_us": e.default_us, "tried": e.tried}
         ops[e.problem.op]["entries"].append({"problem": asdict(e.problem), "config": asdict(e.config), **row})
     body = {"format": FORMAT, "version": VERSION, "weights": weights, "setting": asdict(setting), "ops": ops}
-    return manifest.canonical({**body, "digest": hashlib.sha256(manifest.canonical(body)).hexdigest()})
+    return manifest.seal(body)
 
 
 def read(path: Path, weights: str = "") -> Table:
@@ -101,8 +100,7 @@ def read(path: Path, weights: str = "") -> Table:
     remake = "delete it, or make it again with `kiln-run tune`"
     if found.get("format") != FORMAT or found.get("version") != VERSION:
         raise TuningError(f"{path}: is no {FORMAT} table of version {VERSION}; {remake}")
-    body = {k: v for k, v in found.items() if k != "digest"}
-    if hashlib.sha256(manifest.canonical(body)).hexdigest() != found.get("digest"):
+    if not manifest.intact(found):
         raise TuningError(f"{path}: was changed after sealing; {remake}")
     if found["weights"] != weights:
         raise TuningError(f"{path}: belongs to weights {found['weights'] or 'of no artifact'}, not {weights}; {remake}")
