@@ -35,13 +35,17 @@ def choosers(arch: str, artifact: Path, weights: str) -> list[Choose]:
     """Every way in which a machine of this architecture may choose: by the defaults, or by a device's tables."""
     found = tuning.tables(arch, artifact, weights)
     devices = dict.fromkeys(t.setting.device for t in found)
-    return [chooser(arch), *(chooser(arch, [t for t in found if t.setting.device == d]) for d in devices)]
+    return [chooser(arch), *(chooser(arch, tables_of(d, found)) for d in devices)]
 
 
 def chooser_here() -> Choose:
     """Configs for the current GPU by the package's tables."""
-    arch, device = arch_here(), torch.cuda.get_device_name()
-    return chooser(arch, [t for t in tuning.tables(arch) if t.setting.device == device])
+    arch = arch_here()
+    return chooser(arch, tables_of(torch.cuda.get_device_name(), tuning.tables(arch)))
+
+
+def tables_of(device: str, tables: Sequence[Table]) -> list[Table]:
+    return [t for t in tables if t.setting.device == device]
 
 
 def kernels_of(artifact: Path, weights: str) -> Kernels:
@@ -52,7 +56,7 @@ def kernels_of(artifact: Path, weights: str) -> Kernels:
             f"{arch}: this GPU is of an architecture that is not known; known are {', '.join(archs())}"
         )
     device = torch.cuda.get_device_name()
-    tables = [t for t in tuning.tables(arch, artifact, weights) if t.setting.device == device]
+    tables = tables_of(device, tuning.tables(arch, artifact, weights))
     said = remarks(device, tables)
     if said:
         sys.stderr.write(f"tuning: {'; '.join(said)}; `kiln-run tune {artifact}` times what is missing\n")

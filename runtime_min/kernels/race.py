@@ -63,7 +63,7 @@ class Race(AbstractContextManager["Race"]):
     """Compiles ahead in `workers` processes, and keeps what is loaded. choose: configs of nested ops."""
 
     def __init__(self, arch: str, choose: Choose, workers: int) -> None:
-        self.arch, self.choose = arch, choose
+        self.arch, self.choose, self.limit = arch, choose, archs()[arch]["shared_bytes"]
         self.loaded = Loaded()
         self.pool = ProcessPoolExecutor(workers, get_context("spawn"))
         self.made: dict[Variant, Future[tuple[Compiled, bytes]]] = {}
@@ -87,8 +87,7 @@ class Race(AbstractContextManager["Race"]):
         """Does every kernel of this config stay inside the shared memory of a block?"""
         keys = self.variants(case, config)
         self.ahead(keys)
-        limit = archs()[self.arch]["shared_bytes"]
-        return all(self.made[key].result()[0].shared_bytes <= limit for key in keys)
+        return all(self.made[key].result()[0].shared_bytes <= self.limit for key in keys)
 
     def need(self, key: Variant) -> None:
         if key not in self.loaded.kernels:

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib import import_module, metadata
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +69,9 @@ def tune(wish: Tuning, progress: Callable[[int, int, str], None]) -> tuple[int, 
             entry, rows = raced(race, case)
             _append(journal(wish.out), setting, entry, rows)
             done[case.problem] = entry
-            _write(wish.out, tuning.sealed(setting, done.values(), wish.weights))
+            tuning.write(wish.out, tuning.sealed(setting, done.values(), wish.weights))
     if not left:
-        _write(wish.out, tuning.sealed(setting, done.values(), wish.weights))
+        tuning.write(wish.out, tuning.sealed(setting, done.values(), wish.weights))
     return len(done), 0
 
 
@@ -141,14 +141,11 @@ def recalled(path: Path, setting: Setting) -> dict[Any, Entry]:
     for line in _lines(path):
         if line["setting"] != asdict(setting) or not index.same_source(line["op"], line["source"]):
             continue
-        launch = import_module(f"runtime_min.kernels.{line['op']}.launch")
         try:
-            problem = tuning.built(launch.Problem, line["problem"])
-            config = tuning.built(launch.Config, line["config"])
+            entry = tuning.entry(line["op"], line)
         except ValueError:
             continue
-        times = {k: line[k] for k in ("us", "spread", "default_us", "tried")}
-        out[problem] = Entry(problem=problem, config=config, **times)
+        out[entry.problem] = entry
     return out
 
 
@@ -166,17 +163,9 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
 def _append(path: Path, setting: Setting, entry: Entry, rows: Sequence[dict[str, Any]]) -> None:
     op = entry.problem.op
     kept = {
-        "op": op, "source": index.source_digest(op), "setting": asdict(setting), "problem": asdict(entry.problem),
-        "config": asdict(entry.config), "us": entry.us, "spread": entry.spread, "default_us": entry.default_us,
-        "tried": entry.tried, "timings": rows,
+        "op": op, "source": index.source_digest(op), "setting": asdict(setting), **asdict(entry), "timings": rows,
     }  # fmt: skip
     with path.open("ab+") as f:
         # A run that was killed may have left half a line.
         torn = f.seek(0, os.SEEK_END) and f.seek(-1, os.SEEK_END) >= 0 and f.read(1) != b"\n"
         f.write((b"\n" if torn else b"") + json.dumps(kept).encode() + b"\n")
-
-
-def _write(path: Path, data: bytes) -> None:
-    draft = path.with_name(path.name + ".part")
-    draft.write_bytes(data)
-    draft.rename(path)

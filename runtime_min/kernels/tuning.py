@@ -5,7 +5,7 @@ hold more in tuning/, bound to its weights. A config counts only while the op's 
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
@@ -88,8 +88,7 @@ def sealed(setting: Setting, entries: Iterable[Entry], weights: str = "") -> byt
     ops: dict[str, Any] = {}
     for e in sorted(entries, key=lambda e: (e.problem.op, repr(e.problem))):
         ops.setdefault(e.problem.op, {"source": index.source_digest(e.problem.op), "entries": []})
-        row = {"us": e.us, "spread": e.spread, "default_us": e.default_us, "tried": e.tried}
-        ops[e.problem.op]["entries"].append({"problem": asdict(e.problem), "config": asdict(e.config), **row})
+        ops[e.problem.op]["entries"].append(asdict(e))
     body = {"format": FORMAT, "version": VERSION, "weights": weights, "setting": asdict(setting), "ops": ops}
     return manifest.seal(body)
 
@@ -120,16 +119,18 @@ def _entries(op: str, rows: Any) -> list[Entry] | None:
     """What was tuned for an op; None if that is not the op that is installed."""
     if not index.same_source(op, rows["source"]):
         return None
+    try:
+        return [entry(op, row) for row in rows["entries"]]
+    except ValueError:
+        return None
+
+
+def entry(op: str, row: Mapping[str, Any]) -> Entry:
+    """An entry from its JSON form, whose other fields do not matter; ValueError if the op has other fields now."""
     launch = import_module(f"runtime_min.kernels.{op}.launch")
-    out = []
-    for row in rows["entries"]:
-        try:
-            problem, config = built(launch.Problem, row["problem"]), built(launch.Config, row["config"])
-        except ValueError:
-            return None
-        times = {k: row[k] for k in ("us", "spread", "default_us", "tried")}
-        out.append(Entry(problem=problem, config=config, **times))
-    return out
+    problem, config = built(launch.Problem, row["problem"]), built(launch.Config, row["config"])
+    times = {k: row[k] for k in ("us", "spread", "default_us", "tried")}
+    return Entry(problem=problem, config=config, **times)
 
 
 def put(artifact: Path, arch: str, weights: str) -> None:
@@ -137,10 +138,15 @@ def put(artifact: Path, arch: str, weights: str) -> None:
     for table in tables(arch):
         target = artifact / "tuning" / table.path.name
         if not target.exists():
-            target.parent.mkdir(exist_ok=True)
-            draft = target.with_name(target.name + ".part")
-            draft.write_bytes(sealed(table.setting, table.entries, weights))
-            draft.rename(target)
+            write(target, sealed(table.setting, table.entries, weights))
+
+
+def write(path: Path, data: bytes) -> None:
+    """A table's file, in a folder that is made if need be; a partial one never carries the name."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draft = path.with_name(path.name + ".part")
+    draft.write_bytes(data)
+    draft.rename(path)
 
 
 def tables(arch: str, artifact: Path | None = None, weights: str = "") -> list[Table]:
