@@ -1,5 +1,6 @@
 """The paged latent cache: 576 values a token and layer, in pages that sequences own."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +13,11 @@ PAGE_TOKENS = 64
 
 class CacheError(InputError):
     """The cache cannot hold what was asked for."""
+
+
+def room(lengths: Iterable[int]) -> int:
+    """Tokens of a cache that holds sequences of these lengths, each in whole pages."""
+    return sum(-(-n // PAGE_TOKENS) * PAGE_TOKENS for n in lengths)
 
 
 @dataclass(slots=True)

@@ -1,8 +1,9 @@
 """The kernels that models call, by name: reference or Triton. Model code never asks which it got."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 
@@ -66,6 +67,12 @@ REF = Ops(
     moe_int4=moe_int4_ref.moe_int4,
     vit_attn=vit_attn_ref.vit_attn,
 )
+
+
+def each(ops: Ops, make: Callable[[str], Callable[..., Any]]) -> Ops:
+    """`ops` with make(name) in place of every op."""
+    made: dict[str, Any] = {f.name: make(f.name) for f in fields(Ops) if f.name != "kernels"}
+    return replace(ops, **made)
 
 
 def triton_ops(kernels: Kernels) -> Ops:

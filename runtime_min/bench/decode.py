@@ -3,15 +3,18 @@
 import json
 import platform
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import click
 import torch
 
 from runtime_min.kernels.choose import chooser_here
-from runtime_min.kernels.compile import Alone
+from runtime_min.kernels.compile import Alone, work
 from runtime_min.kernels.jit import Jit
-from runtime_min.kv import Batch, LatentCache, Sequence, batch
+from runtime_min.kernels.race import captured, replay
+from runtime_min.kernels.record import Step
+from runtime_min.kv import Batch, LatentCache, batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_dims, random
 from runtime_min.ops import triton_ops
@@ -60,30 +63,14 @@ def measured(model: Decoder, sequences: int, context: int) -> float:
     step = last_tokens(cache, sequences, context)
     for _ in range(2):
         model.forward(step, cache)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        model.forward(step, cache)
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-        begin.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(float(begin.elapsed_time(end)))
-    return min(times)
+    graph = captured(lambda: model.forward(step, cache))
+    return min(replay(graph) for _ in range(REPLAYS))
 
 
 def last_tokens(cache: LatentCache, sequences: int, context: int) -> Batch:
     """One query token for each of `sequences` sequences whose other tokens are cached."""
-    work = []
-    for i in range(sequences):
-        sequence = Sequence()
-        cache.grow(sequence, context - 1)
-        sequence.length = context - 1
-        work.append((sequence, [i]))
-    return batch(cache, work)
+    number = count()
+    return batch(cache, work(cache, Step(((1, context),) * sequences), lambda _: [next(number)]))
 
 
 def table(rows: list[Row], facts: dict[str, str]) -> str:

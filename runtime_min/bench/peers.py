@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from runtime_min.kernels.cases import Case
-from runtime_min.kernels.linear.launch import library
+from runtime_min.kernels.linear.launch import library, library_heads
+from runtime_min.kernels.mla_prefill.launch import expand
 from runtime_min.kernels.moe_route.ref import Routing
 from runtime_min.kernels.silu_mul import ref as silu_mul
 from specs.errors import InputError
@@ -43,15 +44,11 @@ def torch_peer(case: Case) -> Call | None:
         "linear": lambda x, w, out=None: library(x, w, out or x.dtype),
         "norm_linear": lambda x, g, eps, w, out=None: library(F.rms_norm(x, g.shape, g, eps), w, out or x.dtype),
         "silu_linear": lambda x, w: library(silu_mul.silu_mul(x), w, x.dtype),
-        "heads_linear": _heads,
+        "heads_linear": library_heads,
         "rmsnorm": lambda x, g, eps: F.rms_norm(x, g.shape, g, eps),
         "mla_prefill": _prefill,
     }
     return calls.get(case.op)
-
-
-def _heads(x: Tensor, w: Tensor, across: bool = False) -> Tensor:
-    return torch.bmm(x.transpose(0, 1), w if across else w.transpose(1, 2)).transpose(0, 1)
 
 
 def _prefill(
@@ -61,9 +58,8 @@ def _prefill(
     """Expanded keys and values through scaled_dot_product_attention; one sequence without a past."""
     length, heads = bounds[1][0], q_nope.shape[1]
     cached = rows.view(-1, page_tokens, rows.shape[1])[pages[0].long()].flatten(0, 1)[:length]
-    latent, k_pe = cached[:, : w_uk.shape[2]], cached[:, None, w_uk.shape[2] :]
-    keys, values = ((latent @ w.flatten(0, 1).T).view(length, heads, -1) for w in (w_uk, w_uv))
-    k = torch.cat([keys, k_pe.expand(-1, heads, -1)], -1)
+    keys, values = expand(cached, w_uk, w_uv)
+    k = torch.cat([keys, cached[:, None, w_uk.shape[2] :].expand(-1, heads, -1)], -1)
     q = torch.cat([q_nope, q_pe], -1)
     q, k, values = (t.transpose(0, 1)[None] for t in (q, k, values))
     return F.scaled_dot_product_attention(q, k, values, is_causal=True, scale=scale)[0].transpose(0, 1)

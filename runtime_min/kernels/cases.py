@@ -1,7 +1,7 @@
 """Calls of every op as a model of given sizes makes them, with real inputs: what is tuned and benched."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ from runtime_min.kernels.compile import Alone, work
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.moe_route.ref import Routing
 from runtime_min.kernels.record import Recorder, Step
-from runtime_min.kv import PAGE_TOKENS, batch
+from runtime_min.kv import batch, room
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_dims, random
-from runtime_min.ops import REF, Ops, triton_ops
+from runtime_min.ops import REF, Ops, each, triton_ops
 from specs.dims import TextDims
 from specs.mesh import Mesh
 
@@ -69,7 +69,7 @@ def cases(dims: TextDims, mesh: Mesh, which: Sequence[Step], device: torch.devic
 
 def _take(model: Decoder, step: Step) -> None:
     """One step of random tokens over a past of random latents: routing and scores as uneven as chance makes them."""
-    cache = model.cache(sum(-(-cached // PAGE_TOKENS) * PAGE_TOKENS for _, cached in step.sequences))
+    cache = model.cache(room(cached for _, cached in step.sequences))
     cache.rows.normal_()
     generator = torch.Generator().manual_seed(0)
 
@@ -95,8 +95,7 @@ def _watched(found: dict[Problem, Case]) -> Ops:
 
         return call
 
-    calls: dict[str, Any] = {f.name: watched(f.name) for f in fields(Ops) if f.name != "kernels"}
-    return replace(REF, **calls)
+    return each(REF, watched)
 
 
 def _filled(shaped: Any, values: Any) -> Any:

@@ -3,7 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,9 @@ from torch import Tensor
 
 from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.moe_route.ref import Routing
-from runtime_min.kv import Sequence, batch
+from runtime_min.kv import Sequence, batch, room
 from runtime_min.models.decoder import Decoder, Settings
-from runtime_min.ops import REF, Ops
+from runtime_min.ops import REF, Ops, each
 from specs.dims import VisionDims
 
 # Largest difference against the largest wanted value: bf16 rounds inputs, weights and results once each; a table of
@@ -45,7 +45,7 @@ def self_check(model: Decoder) -> tuple[list[Checked], float]:
     kinds = {0, min(model.dims.dense_layers, model.dims.layers - 1)}
     small = _with_layers(model, sorted(kinds), _comparing(model.ops, worst))
     for sizes in STEPS:
-        cache = small.cache(sum(-(-cached // 64) * 64 for _, cached in sizes))
+        cache = small.cache(room(cached for _, cached in sizes))
         past, work = [], []
         generator = torch.Generator().manual_seed(len(sizes))
         for queries, cached in sizes:
@@ -118,7 +118,9 @@ def _copy_ffn(ffn: Any, ops: Ops) -> Any:
 def _comparing(ops: Ops, worst: dict[str, tuple[int, float]]) -> Ops:
     """Ops that do what `ops` do and compare each call with the definition."""
 
-    def watched(name: str, op: Callable[..., Any], definition: Callable[..., Any]) -> Callable[..., Any]:
+    def watched(name: str) -> Callable[..., Any]:
+        op, definition = getattr(ops, name), getattr(REF, name)
+
         def call(*args: Any) -> Any:
             args = few_experts(args) if name == "moe_int4" else args
             before = [a.clone() if isinstance(a, Tensor) and name == "rope_cache" else a for a in args]
@@ -133,9 +135,7 @@ def _comparing(ops: Ops, worst: dict[str, tuple[int, float]]) -> Ops:
 
         return call
 
-    names = [f.name for f in fields(Ops) if f.name != "kernels"]
-    comparing: dict[str, Any] = {n: watched(n, getattr(ops, n), getattr(REF, n)) for n in names}
-    return replace(ops, **comparing)
+    return each(ops, watched)
 
 
 def few_experts(args: tuple[Any, ...]) -> tuple[Any, ...]:

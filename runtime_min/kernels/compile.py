@@ -18,7 +18,7 @@ from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.record import Recorder, Step, Variant, steps
-from runtime_min.kv import PAGE_TOKENS, LatentCache, Sequence, batch
+from runtime_min.kv import LatentCache, Sequence, batch, room
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_artifact
 from runtime_min.ops import Ops, triton_ops
@@ -68,7 +68,7 @@ def see(dims: VisionDims, ops: Ops, dtype: torch.dtype) -> None:
 
 def take(model: Decoder, step: Step) -> None:
     """One step of a batch of these sizes, whose past was never computed."""
-    cache = model.cache(sum(-(-cached // PAGE_TOKENS) * PAGE_TOKENS for _, cached in step.sequences))
+    cache = model.cache(room(cached for _, cached in step.sequences))
     model.forward(batch(cache, work(cache, step, lambda count: [0] * count)), cache)
 
 

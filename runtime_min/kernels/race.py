@@ -122,20 +122,30 @@ def timed(call: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> Time:
     """Times `call` over its inputs in turn, many calls in a graph."""
     for args in inputs:
         call(*args)
-    torch.cuda.synchronize()
     count = max(CALLS, len(inputs))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+
+    def every() -> None:
         for i in range(count):
             call(*inputs[i % len(inputs)])
-    first = _replay(graph)
+
+    graph = captured(every)
+    first = replay(graph)
     rounds = max(3, min(ROUNDS, int(PATIENCE * 1e3 / max(first, 1e-3))))
-    found = [_replay(graph) * 1e3 / count for _ in range(rounds)]
+    found = [replay(graph) * 1e3 / count for _ in range(rounds)]
     us = statistics.median(found)
     return Time(us=us, spread=(max(found) - min(found)) / us)
 
 
-def _replay(graph: torch.cuda.CUDAGraph) -> float:
+def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    """A graph of `work`, which has run before."""
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        work()
+    return graph
+
+
+def replay(graph: torch.cuda.CUDAGraph) -> float:
     """Milliseconds of one replay."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
     begin.record()

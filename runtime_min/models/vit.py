@@ -1,9 +1,8 @@
 """MoonViT-3D and the projector: patches of pictures and short clips, packed, to rows of the text embedding."""
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 from math import prod
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.functional import gelu, interpolate, layer_norm, linear
 
 from runtime_min.kernels.wide import wide
 from runtime_min.ops import Ops
+from runtime_min.runs import runs
 from specs.dims import VisionDims
 from specs.errors import InputError
 
@@ -86,7 +86,7 @@ class Tower:
         """x [P, C] -> [tokens, squares, C]: the mean over frames, then the patches of each merged square together."""
         mh, mw, width = self.dims.merge_height, self.dims.merge_width, x.shape[1]
         out = []
-        for start, count, (t, h, w) in _runs(grids):
+        for start, count, (t, h, w) in runs(grids, prod):
             frames = x[start : start + count * t * h * w].view(count, t, h // mh, mh, w // mw, mw, width)
             still = frames[:, 0] if t == 1 else frames.to(wide(x)).mean(1).to(x.dtype)
             out.append(still.transpose(2, 3).reshape(-1, mh * mw, width))
@@ -101,7 +101,7 @@ class Tower:
     def _positions(self, grids: Sequence[Grid]) -> tuple[Tensor, Tensor, Tensor]:
         """Learned and temporal positions [P, C] in the weights' dtype, cos and sin [P, D / 2]."""
         learned, cos, sin = [], [], []
-        for _, count, (t, h, w) in _runs(grids):
+        for _, count, (t, h, w) in runs(grids, prod):
             place = self._place(h, w)
             frames = place.learned[None]
             if t > 1:
@@ -151,12 +151,3 @@ class Tower:
         wanted = (sum(prod(g) for g in grids), d.rgb, d.patch, d.patch)
         if tuple(pixels.shape) != wanted:
             raise VisionError(f"pixels: found {list(pixels.shape)}, the {len(grids)} grids want {list(wanted)}")
-
-
-def _runs(grids: Sequence[Grid]) -> Iterator[tuple[int, int, Grid]]:
-    """(first patch, how many, grid) of each stretch of equal grids."""
-    start = 0
-    for grid, same in groupby(grids):
-        count = len(list(same))
-        yield start, count, grid
-        start += count * prod(grid)

@@ -6,9 +6,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
+from runtime_min.kernels.launch import LOG2E, WIDEST, Kernels, Launch, power
 
-LOG2E = 1.4426950408889634
 # Blocks that fill the largest GPU of today once.
 BLOCKS = 132
 LONGEST = 16

@@ -11,9 +11,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
+from runtime_min.kernels.launch import LOG2E, WIDEST, Kernels, Launch, power
 
-LOG2E = 1.4426950408889634
 WORKSPACE = 192 << 20
 Bounds = tuple[Sequence[int], Sequence[int]]
 
@@ -67,7 +66,7 @@ def mla_prefill(
         carried = _Carried(q_nope, high - low, value) if cached[b] > room else None
         chunks = list(_chunks(rows, pages[b], cached[b], max(page_tokens, room), page_tokens))
         for first, latents in chunks:
-            expanded = _expand(latents, w_uk, w_uv)
+            expanded = expand(latents, w_uk, w_uv)
             _attend(
                 kernels, config, q_nope[low:high], q_pe[low:high], latents, expanded, out[low:high], carried,
                 cached[b] - (high - low) - first, scale, first == 0, first + len(latents) == cached[b],
@@ -92,7 +91,7 @@ def _chunks(rows: Tensor, pages: Tensor, length: int, room: int, page_tokens: in
         yield first, paged.index_select(0, mine).flatten(0, 1)[: last - first]
 
 
-def _expand(latents: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
+def expand(latents: Tensor, w_uk: Tensor, w_uv: Tensor) -> tuple[Tensor, Tensor]:
     """Keys [n, H, D] and values [n, H, V] of every head."""
     latent = latents[:, : w_uk.shape[2]]
     keys, values = (latent @ w.flatten(0, 1).T for w in (w_uk, w_uv))

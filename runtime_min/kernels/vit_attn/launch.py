@@ -3,10 +3,9 @@
 Both are measured by `python -m runtime_min.bench.vision`; `runtime_min/ops.py` says which one models get.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import groupby
 from typing import ClassVar
 
 import torch
@@ -14,9 +13,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
+from runtime_min.kernels.launch import LOG2E, WIDEST, Kernels, Launch, power
+from runtime_min.runs import runs
 
-LOG2E = 1.4426950408889634
 LEAST = 16
 ROPE_ROWS = 32
 BACKENDS = [
@@ -105,16 +104,8 @@ def within_items(qkv: Tensor, lengths: Sequence[int]) -> Tensor:
     """Attention [P, H, D] within each item of rotated qkv [P, 3, H, D]."""
     out = []
     with sdpa_kernel(BACKENDS, set_priority=True):
-        for start, count, length in _runs(lengths):
+        for start, count, length in runs(lengths, int):
             mine = qkv[start : start + count * length].view(count, length, *qkv.shape[1:])
             q, k, v = (x.transpose(1, 2) for x in mine.unbind(2))
             out.append(scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(0, 1))
     return torch.cat(out) if len(out) > 1 else out[0]
-
-
-def _runs(lengths: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    start = 0
-    for length, same in groupby(lengths):
-        count = len(list(same))
-        yield start, count, length
-        start += count * length
