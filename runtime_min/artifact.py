@@ -103,7 +103,7 @@ class Artifact:
 
     @property
     def has_vision(self) -> bool:
-        return "vision" in self.manifest.get("parts", ())
+        return manifest.has_vision(self.manifest)
 
     def require_vision(self) -> None:
         """ArtifactError if there is no vision part, saying whether it was left out or never was."""

@@ -88,6 +88,11 @@ def read(folder: Path) -> dict[str, Any]:
     return m
 
 
+def has_vision(m: Mapping[str, Any]) -> bool:
+    """Does the artifact hold the vision part? One that does not list its parts holds all of them."""
+    return "vision" in m.get("parts", ("vision",))
+
+
 def logical_digest(lines: Mapping[str, tuple[str, tuple[int, ...], str]]) -> str:
     """sha256 over `name dtype shape sha256(bytes)` lines of source tensors, sorted by name.
 

@@ -9,6 +9,8 @@ import click
 
 from convert.commands.common import DEMO, checked, default_out, emit, make_plan, mesh_options, program, workers_default
 
+TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tower and projector out.")
+
 
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
@@ -34,7 +36,7 @@ def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
 @click.command()
 @click.argument("model")
 @mesh_options
-@click.option("--text-only", is_flag=True, help="Leave the vision tower and projector out.")
+@TEXT_ONLY
 def plan(
     model: str,
     arch: str,
@@ -70,7 +72,7 @@ def plan(
     show_default=False,
 )
 @mesh_options
-@click.option("--text-only", is_flag=True, help="Leave the vision tower and projector out.")
+@TEXT_ONLY
 def convert(
     model: str | None,
     out: Path | None,

@@ -60,7 +60,7 @@ class ArtifactSource:
 
     def _config(self, whole: Mapping[str, Any]) -> Mapping[str, Any]:
         """config.json as far as the artifact goes: one made with --text-only carries it whole, and no vision part."""
-        left_out = "vision" not in self.manifest.get("parts", ("vision",))
+        left_out = not manifest.has_vision(self.manifest)
         return {k: v for k, v in whole.items() if not (left_out and k == "vision_config")}
 
     def rows(self, name: str, low: int, high: int) -> Tensor:

@@ -41,7 +41,7 @@ def contents(
     problems: list[str] = []
     if against is not None:
         theirs = against.header
-        if "vision" not in source.manifest.get("parts", ("vision",)):
+        if not manifest.has_vision(source.manifest):
             theirs = without_vision(load(source.manifest["model"]["spec"]), read_config(against.config), theirs)
         problems = [
             f"{n}: is in {'the artifact' if n in source.header else 'the source'} only, or of another dtype or shape"

@@ -1,14 +1,14 @@
 """Milliseconds of a decode step of one rank at full geometry: random weights made on the card, no communication."""
 
-import json
 import platform
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import count
 from pathlib import Path
 
 import click
 import torch
 
+from runtime_min.bench.report import page, write
 from runtime_min.kernels.choose import chooser_here
 from runtime_min.kernels.compile import Alone, work
 from runtime_min.kernels.jit import Jit
@@ -76,8 +76,7 @@ def last_tokens(cache: LatentCache, sequences: int, context: int) -> Batch:
 def table(rows: list[Row], facts: dict[str, str]) -> str:
     lines = [f"| {r.sequences} | {r.context} | {r.ms:.2f} | {r.floor_ms:.2f} | {r.ms / r.floor_ms:.2f} |" for r in rows]
     head = ["| batch | context | ms a step | ms for its bytes | ratio |", "|--:|--:|--:|--:|--:|"]
-    told = ", ".join(f"{k} {v}" for k, v in facts.items())
-    return "\n".join([f"# Decode step of one rank, no communication\n\n{told}.\n", *head, *lines, ""])
+    return page("Decode step of one rank, no communication", facts, [*head, *lines])
 
 
 @click.command()
@@ -104,9 +103,7 @@ def main(config: Path, tp: int, ep: int, bandwidth: float, result: Path | None) 
     text = table(rows, facts)
     click.echo(text)
     if result is not None:
-        result.with_suffix(".md").write_text(text)
-        found = [{f: getattr(r, f) for f in ("sequences", "context", "ms", "floor_ms")} for r in rows]
-        result.with_suffix(".json").write_text(json.dumps({"facts": facts, "rows": found}, indent=1) + "\n")
+        write(result, text, facts, [asdict(r) for r in rows])
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import torch
 
 from runtime_min.bench.floors import work
 from runtime_min.bench.peers import Peer, peer
+from runtime_min.bench.report import page
 from runtime_min.kernels.cases import Case, cases, rotated, steps
 from runtime_min.kernels.choose import chooser, chooser_here
 from runtime_min.kernels.cubin import arch_here
@@ -112,8 +113,7 @@ def table(rows: Sequence[Row], told: dict[str, str]) -> str:
         ratios = [f"{r.us / r.peers[p]:.2f}" if p in r.peers else "" for p in peers]
         sizes = " ".join(f"{k}={v}" for k, v in r.problem.items() if v not in (False, 1) and k != "item")
         lines.append("| " + " | ".join([r.op, sizes, *times, *theirs, *ratios]) + " |")
-    about = ", ".join(f"{k} {v}" for k, v in told.items())
-    return "\n".join([f"# Kernels of one rank\n\n{about}.\n", *lines, ""])
+    return page("Kernels of one rank", told, lines)
 
 
 def plot(rows: Sequence[Row], told: dict[str, str], out: Path, gb_s: float, tflops: float) -> None:

@@ -4,7 +4,6 @@ Cold: the files' pages are dropped before each run. Warm: everything was just re
 A speed is printed only if every tensor is, bit for bit, what safetensors reads.
 """
 
-import json
 import os
 import platform
 import statistics
@@ -23,6 +22,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from runtime_min.artifact import Artifact, check_files, load
+from runtime_min.bench.report import page, write
 from runtime_min.read import BLOCK, THREADS
 
 Method = Callable[[], object]
@@ -117,7 +117,6 @@ def methods(artifact: Artifact, files: list[Path], device: torch.device, threads
 
 
 def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
-    told = ", ".join(f"{k} {v}" for k, v in facts.items())
     head = ["| state | method | seconds | slowest | GB/s | of the raw read's time |", "|---|---|--:|--:|--:|--:|"]
     lines = [
         f"| {r['state']} | {r['method']} | {r['seconds']:.2f} | {max(r['rounds']):.2f} | {r['gb_s']:.2f} | "
@@ -128,7 +127,7 @@ def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
         "Medians of the rounds. Equal bit for bit before timing. The raw read uses one buffer over and over; loading "
         "for a CPU fills fresh memory, whose first touch takes longer than a warm read."
     )
-    return "\n".join([f"# Loading one rank\n\n{told}.\n\n{note}\n", *head, *lines, ""])
+    return page("Loading one rank", facts, [*head, *lines], note)
 
 
 def measured(ways: dict[str, Method], files: list[Path], device: torch.device, count: int) -> list[dict[str, Any]]:
@@ -175,8 +174,7 @@ def main(folder: Path, rank: int, kind: str, threads: int, count: int, result: P
     click.echo(text)
     if result is not None:
         result.parent.mkdir(parents=True, exist_ok=True)
-        result.with_suffix(".md").write_text(text)
-        result.with_suffix(".json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
+        write(result, text, facts, rows)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 transformers' tower in the same run."""
 
 import io
-import json
 import platform
 import time
 from collections.abc import Callable
@@ -17,6 +16,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from runtime_min.bench.report import page, write
 from runtime_min.kernels.jit import Jit
 from runtime_min.kernels.vit_attn import launch as vit_attn
 from runtime_min.models.shapes import random
@@ -184,8 +184,7 @@ def table(rows: list[Row], facts: dict[str, str]) -> str:
         f"| {r.floor_ms:.2f} | {r.floor_ms / r.ms:.2f} |"
         for r in rows
     ]
-    told = ", ".join(f"{k} {v}" for k, v in facts.items())
-    return "\n".join([f"# Vision tower and projector\n\n{told}.\n", *head, *lines, ""])
+    return page("Vision tower and projector", facts, [*head, *lines])
 
 
 def measured(config: ModelConfig, rule: Rule, tflops: float) -> list[Row]:
@@ -250,9 +249,7 @@ def main(config: Path, tflops: float, only_configs: bool, result: Path | None) -
     text = table(found, facts)
     click.echo(text)
     if result is not None:
-        result.with_suffix(".md").write_text(text)
-        body = {"facts": facts, "rows": [asdict(r) for r in found]}
-        result.with_suffix(".json").write_text(json.dumps(body, indent=1) + "\n")
+        write(result, text, facts, [asdict(r) for r in found])
 
 
 if __name__ == "__main__":

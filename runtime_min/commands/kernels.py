@@ -116,6 +116,7 @@ def kernels(
     A result that is not what the definition says ends the bench: a wrong kernel has no speed.
     """
     from runtime_min.bench import kernels as bench
+    from runtime_min.bench.report import write
 
     need_gpu()
     dims, mesh, _ = sizes(model, world, tp, ep)
@@ -125,10 +126,9 @@ def kernels(
     with shown:
         rows = bench.bench(wish, progress)
     told = bench.facts(wish)
-    data = json.dumps({"facts": told, "rows": [asdict(r) for r in rows]})
-    click.echo(data if as_json else bench.table(rows, told))
+    found, text = [asdict(r) for r in rows], bench.table(rows, told)
+    click.echo(json.dumps({"facts": told, "rows": found}) if as_json else text)
     if result is not None:
-        result.with_suffix(".json").write_text(data + "\n")
-        result.with_suffix(".md").write_text(bench.table(rows, told))
+        write(result, text, told, found)
     if plot is not None:
         bench.plot(rows, told, plot, bandwidth, rate)
