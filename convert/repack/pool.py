@@ -12,6 +12,7 @@ from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 
 import torch
@@ -36,10 +37,11 @@ Outcome = tuple[Record, tuple[Mapping[str, float], Mapping[str, float]], int, in
 
 @dataclass(slots=True)
 class Shared:
-    """What every process of a pool sees: bytes read so far, and whether to stop."""
+    """What every process of a pool sees: bytes read so far, whether to stop, and a permit to begin for each."""
 
     read: "Synchronized[int]"
     stop: "Synchronized[int]"
+    begin: Semaphore
 
 
 @dataclass(slots=True)
@@ -85,11 +87,15 @@ def run(
             engine.run((job, steps(job, plan, source, clock)) for job in jobs)
         return 0
     spawn = mp.get_context("spawn")
-    shared = Shared(spawn.Value("q", 0), spawn.Value("b", 0))
+    shared = Shared(spawn.Value("q", 0), spawn.Value("b", 0), spawn.Semaphore(0))
     context = Context(replace(plan, jobs=()), source, out, workers // count, shared)
     try:
         with ProcessPoolExecutor(count, spawn, _begin, (context,)) as pool, _following(shared, progress):
             waiting = {pool.submit(_one, job): job for job in sorted(jobs, key=_size, reverse=True)}
+            # A process that is killed while the pool starts another one leaves that one behind (Python 3.11): none
+            # begins before all are there.
+            for _ in range(count):
+                shared.begin.release()
             return _results(waiting, shared, clock, done)
     except BrokenProcessPool as e:
         raise OutputError(
@@ -160,6 +166,7 @@ def _begin(context: Context) -> None:
     _context = context
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    context.shared.begin.acquire()
 
 
 def _end_with_parent() -> None:
