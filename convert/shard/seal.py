@@ -26,7 +26,7 @@ def seal(plan: Plan, source: Source, out: Path, records: Records) -> dict[str, s
     logical = _logical(plan, records)
     _as_sealed_before(source, logical)
     beside = [(p.name, p.read_bytes()) for p in source.side_files()]
-    told = (card.NAME, card.card(plan, source.identity, logical).encode())
+    told = (card.NAME, card.card(plan, source.identity, logical, dict(beside)).encode())
     for path, data in [*_indices(plan, records), *beside, told]:
         write_file(out / path, data)
         files[path] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
