@@ -3,7 +3,7 @@
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,9 @@ from specs.storage import nbytes
 log = logging.getLogger(__name__)
 
 
+Part = tuple[int, int]
+
+
 def convert(
     plan: Plan,
     source: Source,
@@ -30,48 +33,71 @@ def convert(
     workers: int,
     progress: Callable[[int], None] = lambda n: None,
     command: str = "",
+    part: Part | None = None,
 ) -> Report:
     """Writes the artifact of `plan` to `out`, or goes on with an unfinished one; the manifest comes last.
 
+    With `part` (i, n) others may work on the same artifact at the same time: this process begins with its share, goes
+    on with what nobody has taken, and seals if it finds all finished.
     Raises an InputError for whatever is wrong with source or output. Nothing unfinished then carries a final name,
     and finished parts stay for the next run.
     """
     begin, clock = time.perf_counter(), Clock()
     if (finished := already_there(plan, source, out)) is not None:
         return finished
-    journal = Journal(out, f"{plan.digest}\n{source.state}\n")
+    journal = Journal(out, f"{plan.digest}\n{source.state}\n", shared=part is not None)
+    done: list[Job] = []
     try:
-        records = {j.number: r for j in plan.jobs if (r := journal.finished(j)) is not None}
-        todo = [j for j in plan.jobs if j.number not in records]
-        progress(sum(job_bytes(j) for j in plan.jobs if j.number in records))
+        # Another part may have sealed while this one waited for the lock.
+        if (finished := already_there(plan, source, out)) is not None:
+            return finished
+        before = {j.number for j in plan.jobs if journal.finished(j) is not None}
+        todo = [j for j in ordered(plan.jobs, part) if j.number not in before]
+        progress(sum(job_bytes(j) for j in plan.jobs if j.number in before))
         check_room(todo, out, workers)
-        resumed = len(records)
-
-        def done(job: Job, record: dict[str, Any]) -> None:
-            journal.record(job, record)
-            records[job.number] = record
-
-        others = pool.run(todo, sum(map(job_bytes, todo)), plan, source, out, workers, clock, done, progress)
-        with clock("seal"):
-            write_file(out / provenance.NAME, provenance.provenance(command, source))
-            logical = finish(plan, source, out, records, journal)
-        journal.remove()
+        others = pool.run(todo, sum(map(job_bytes, todo)), plan, source, journal, workers, clock, done.append, progress)
+        with journal.sealing(), clock("seal"):
+            logical, zero, waiting = last(plan, source, out, journal, command)
     finally:
         journal.close()
-    zero = sum(r["zero_scales"] for r in records.values())
     return Report(
         out=out,
         seconds=time.perf_counter() - begin,
-        bytes_read=sum(map(job_bytes, todo)),
-        resumed_jobs=resumed,
-        bytes_written=sum(f.size for job in todo for f in job.files.values()),
+        bytes_read=sum(map(job_bytes, done)),
+        resumed_jobs=len(before),
+        bytes_written=sum(f.size for job in done for f in job.files.values()),
         files=sum(len(j.files) for j in plan.jobs),
         peak_bytes=others + peak_now(),
         wall=dict(clock.wall),
         core=dict(clock.core),
         logical=logical,
+        waiting=waiting,
         warnings=(f"{zero} scales are zero; their groups of 32 weights are zero too",) if zero else (),
     )
+
+
+def ordered(jobs: Sequence[Job], part: Part | None) -> list[Job]:
+    """Jobs in the order in which one of n processes tries them: its own share of every size, then the others'."""
+    if part is None:
+        return list(jobs)
+    index, n = part
+    deal = sorted(jobs, key=job_bytes, reverse=True)
+    return [job for k in range(n) for job in deal[(index - 1 + k) % n :: n]]
+
+
+def last(plan: Plan, source: Source, out: Path, journal: Journal, command: str) -> tuple[dict[str, str], int, int]:
+    """Seals if every job is finished: logical digests, zero scales, and the jobs that others are still to finish."""
+    if (out / manifest.NAME).exists():
+        return dict(manifest.read(out)["logical"]), 0, 0
+    records = {j.number: r for j in plan.jobs if (r := journal.finished(j)) is not None}
+    zero = sum(r["zero_scales"] for r in records.values())
+    if waiting := len(plan.jobs) - len(records):
+        return {}, zero, waiting
+    journal.sweep()
+    write_file(out / provenance.NAME, provenance.provenance(command, source))
+    logical = finish(plan, source, out, records, journal)
+    journal.remove()
+    return logical, zero, 0
 
 
 def finish(

@@ -109,6 +109,7 @@ def report_facts(report: Report, workers: int) -> dict[str, Any]:
         "bytes_written": report.bytes_written,
         "files": report.files,
         "resumed_jobs": report.resumed_jobs,
+        "waiting_jobs": report.waiting,
         "workers": workers,
         "peak_memory_bytes": report.peak_bytes,
         "wall_seconds": _rounded(report.wall),
@@ -125,6 +126,11 @@ def _rounded(seconds: dict[str, float]) -> dict[str, float]:
 def report_text(report: Report, workers: int) -> str:
     if report.already_there:
         return f"{report.out} is already finished; nothing to do"
+    if report.waiting:
+        return (
+            f"{report.out}: wrote {size(report.bytes_written)}, {report.waiting} parts are still in others' hands; "
+            "whoever finishes last seals the artifact. If none is at work any more, run the same command again"
+        )
     gigabytes = max(report.bytes_read / 1e9, 1e-9)
     rows = [["phase", "wall s", "core s", "core s/GB"]]
     for phase in sorted(report.core, key=lambda p: -report.wall[p]):
