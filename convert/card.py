@@ -14,7 +14,8 @@ def card(plan: Plan, identity: Identity, logical: Mapping[str, str], beside: Map
     revision = f" at `{identity.revision}`" if identity.revision else ""
     source = f"`{identity.repo}`{revision}" if identity.repo else "a local checkpoint"
     mesh = plan.mesh
-    text = plan.data_bytes("rank"), plan.data_bytes("common"), sum(f.size for f in plan.files)
+    part = "" if plan.whole else f" This is a part of it: ranks {', '.join(map(str, plan.ranks))}."
+    text = plan.data_bytes("rank", plan.ranks[0]), plan.data_bytes("common"), sum(f.size for f in plan.files)
     return "\n".join(
         [
             *front_matter(plan, identity, logical, beside),
@@ -22,7 +23,7 @@ def card(plan: Plan, identity: Identity, logical: Mapping[str, str], beside: Map
             f"# A Kiln artifact for {mesh.world} ranks",
             "",
             f"Made from {source}, {len(plan.header):,} tensors. Bytes were moved, no value was changed. The licence of",
-            "the weights lies beside this file.",
+            f"the weights lies beside this file.{part}",
             "",
             "| world | tensor parallel | expert parallel | bytes a rank | shared by all ranks | bytes in all |",
             "|--:|--:|--:|--:|--:|--:|",

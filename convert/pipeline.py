@@ -4,12 +4,14 @@ import logging
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from convert import provenance
 from convert.readers.source import LICENCE_GLOBS, TOKENIZER_FILES, Source
 from convert.repack import pool
+from convert.repack.assemble import tensors
 from convert.repack.clock import Clock
 from convert.report import SLACK_DISK, Report, available_memory, peak_memory, peak_now
 from convert.shard.journal import FOLDER, Journal
@@ -46,7 +48,6 @@ def convert(
     if (finished := already_there(plan, source, out)) is not None:
         return finished
     journal = Journal(out, f"{plan.digest}\n{source.state}\n", shared=part is not None)
-    done: list[Job] = []
     try:
         # Another part may have sealed while this one waited for the lock.
         if (finished := already_there(plan, source, out)) is not None:
@@ -54,8 +55,7 @@ def convert(
         before = {j.number for j in plan.jobs if journal.finished(j) is not None}
         todo = [j for j in ordered(plan.jobs, part) if j.number not in before]
         progress(sum(job_bytes(j) for j in plan.jobs if j.number in before))
-        check_room(todo, out, workers)
-        others = pool.run(todo, sum(map(job_bytes, todo)), plan, source, journal, workers, clock, done.append, progress)
+        done, others = carry_out(todo, plan, source, journal, workers, clock, progress)
         with journal.sealing(), clock("seal"):
             logical, zero, waiting = last(plan, source, out, journal, command)
     finally:
@@ -74,6 +74,30 @@ def convert(
         waiting=waiting,
         warnings=(f"{zero} scales are zero; their groups of 32 weights are zero too",) if zero else (),
     )
+
+
+def carry_out(
+    todo: list[Job],
+    plan: Plan,
+    source: Source,
+    journal: Journal,
+    workers: int,
+    clock: Clock,
+    progress: Callable[[int], None],
+) -> tuple[list[Job], int]:
+    """The jobs that were ours to do, now recorded, and the peak resident bytes of further processes."""
+    stage = source.stage({j.number: tensors(j) for j in todo}, journal.folder / "shards")
+    check_room(todo, journal.out, workers, 0 if stage is None else stage.peak)
+    done: list[Job] = []
+
+    def over(job: Job) -> None:
+        done.append(job)
+        if stage is not None:
+            stage.finished(job.number)
+
+    with stage or nullcontext():
+        total = sum(map(job_bytes, todo))
+        return done, pool.run(todo, total, plan, source, journal, workers, clock, over, progress)
 
 
 def ordered(jobs: Sequence[Job], part: Part | None) -> list[Job]:
@@ -139,8 +163,11 @@ def job_bytes(job: Job) -> int:
     return total
 
 
-def check_room(jobs: list[Job], out: Path, workers: int) -> None:
-    """PlanError if memory or disk are short, with what is needed, what is there and what to do."""
+def check_room(jobs: list[Job], out: Path, workers: int, passing: int = 0) -> None:
+    """PlanError if memory or disk are short, with what is needed, what is there and what to do.
+
+    passing: bytes of source that pass through the output's disk.
+    """
     problems = []
     need, have = peak_memory(workers), available_memory()
     if have < need:
@@ -149,7 +176,7 @@ def check_room(jobs: list[Job], out: Path, workers: int) -> None:
             f"memory: {workers} workers may need {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available "
             f"(largest tensor {largest / 1e9:.2f} GB, streamed); use fewer --workers"
         )
-    need, have = sum(f.size for j in jobs for f in j.files.values()) + SLACK_DISK, shutil.disk_usage(out).free
+    need, have = sum(f.size for j in jobs for f in j.files.values()) + passing + SLACK_DISK, shutil.disk_usage(out).free
     if have < need:
         problems.append(
             f"disk: {out} needs {need / 1e9:.2f} GB more, {have / 1e9:.2f} GB are free; free "

@@ -164,6 +164,7 @@ def inspect_facts(path: Path, sealed: dict[str, Any], provenance: dict[str, Any]
     return {
         "artifact": str(path),
         **{k: sealed[k] for k in keys},
+        "ranks": sealed.get("ranks", list(range(sealed["mesh"]["world"]))),
         "source": source,
         "folders": dict(folders),
         "dropped": sealed["coverage"]["dropped"],
@@ -181,7 +182,8 @@ def inspect_text(facts: dict[str, Any]) -> str:
         [
             f"{facts['artifact']}: artifact format {facts['version']}, "
             f"{facts['model']['family']} by spec {facts['model']['spec']}",
-            f"mesh     world {mesh['world']}, tp {mesh['tp']}, ep {mesh['ep']}",
+            f"mesh     world {mesh['world']}, tp {mesh['tp']}, ep {mesh['ep']}; holds "
+            + ("all ranks" if len(facts["ranks"]) == mesh["world"] else f"ranks {spell(facts['ranks'])} only"),
             f"source   {source['repo'] or 'a local folder'}{'@' + source['revision'] if source['revision'] else ''}: "
             f"{source['tensors']:,} tensors, {size(source['bytes'])}; parts {', '.join(facts['parts'])}",
             f"layouts  {', '.join(facts['layouts'])}",

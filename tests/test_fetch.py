@@ -100,7 +100,7 @@ def test_bytes_that_stay_wrong_get_no_name(server: Hub, tmp_path: Path) -> None:
     out = tmp_path / "a"
     with pytest.raises(HubError, match=rf"{PART}: .* sha256 .*, expected {oid}; the hub's copy is damaged"):
         fetch(Wanted(repo=REPO), out)
-    assert not (out / PART).exists() and not (out / f"{PART}.part").exists() and not (out / "manifest.json").exists()
+    assert not (out / PART).exists() and not (out / f"{PART}.partial").exists() and not (out / "manifest.json").exists()
     server.log.clear()
     fetch(Wanted(repo=REPO), out)
     assert len(server.asked("GET /lfs")) == 1
@@ -132,7 +132,7 @@ def test_a_killed_fetch_goes_on_in_the_middle_of_a_file(server: Hub, sealed: Pat
     want = (sealed / PART).read_bytes()
     (out / PART).unlink(missing_ok=True)
     (out / PART).parent.mkdir(parents=True, exist_ok=True)
-    (out / f"{PART}.part").write_bytes(want[:-1000])
+    (out / f"{PART}.partial").write_bytes(want[:-1000])
     left = sum(f.stat().st_size for f in sealed.rglob("*.*") if not (out / f.relative_to(sealed)).exists())
     server.sent = 0
     fetch(Wanted(repo=REPO, arch="sm90"), out)
@@ -145,10 +145,10 @@ def test_a_partial_file_of_other_bytes_is_read_anew(server: Hub, sealed: Path, t
     out = tmp_path / "a"
     (out / FOLDER).mkdir(parents=True)
     (out / PART).parent.mkdir(parents=True)
-    (out / f"{PART}.part").write_bytes(b"x" * 1000)
-    (out / "weights/rank-01/part-02.safetensors.part").write_bytes(bytes((sealed / PART).stat().st_size * 2))
+    (out / f"{PART}.partial").write_bytes(b"x" * 1000)
+    (out / "weights/rank-01/part-02.safetensors.partial").write_bytes(bytes((sealed / PART).stat().st_size * 2))
     fetch(Wanted(repo=REPO, ranks=(1,)), out)
-    assert (out / PART).read_bytes() == (sealed / PART).read_bytes() and not list(out.rglob("*.part"))
+    assert (out / PART).read_bytes() == (sealed / PART).read_bytes() and not list(out.rglob("*.partial"))
 
 
 def test_what_is_not_there_is_said_plainly(server: Hub, sealed: Path, demo: Path, tmp_path: Path) -> None:

@@ -58,6 +58,14 @@ def plan(
     emit(as_json, facts, plan_text(made, facts, shutil.disk_usage(".").free))
 
 
+def listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """`0,3` -> (0, 3)."""
+    try:
+        return tuple(int(n) for n in value.split(",")) if value is not None else ()
+    except ValueError as e:
+        raise click.BadParameter(f"found {value!r}, expected ranks like 0,3") from e
+
+
 def share(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
     """`2/4` -> (2, 4)."""
     if value is None:
@@ -78,6 +86,18 @@ def share(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
     show_default=False,
 )
 @click.option(
+    "--stream",
+    is_flag=True,
+    help="Of a hub id: no local copy. Whole shards pass through OUT one after another, a few at a time, each checked "
+    "against the hub's sha256 before it is read.",
+)
+@click.option(
+    "--ranks",
+    callback=listed,
+    metavar="R,R",
+    help="Write these ranks only. The result is sealed as a part: it serves them, and is no source.",
+)
+@click.option(
     "--part",
     callback=share,
     metavar="I/N",
@@ -87,6 +107,8 @@ def share(ctx: click.Context, param: click.Parameter, value: str | None) -> tupl
 def convert(
     model: str | None,
     out: Path | None,
+    stream: bool,
+    ranks: tuple[int, ...],
     part: tuple[int, int] | None,
     arch: str,
     world: int | None,
@@ -115,10 +137,12 @@ def convert(
     if model is None:
         model = DEMO
         ensure_demo(Path(model))
-    if not Path(model).exists():
-        make_plan(find(model, headers_only=True), mesh, arch)
-    source = find(model)
-    made = make_plan(source, mesh, arch)
+    if stream and (part is not None or Path(model).exists()):
+        raise click.UsageError("--stream reads a hub id in one process; leave it out for a folder, and for --part")
+    if not stream and not Path(model).exists():
+        make_plan(find(model, headers_only=True), mesh, arch, ranks)
+    source = find(model, stream=stream)
+    made = make_plan(source, mesh, arch, ranks)
     out = out or default_out(model, mesh)
     count = workers or workers_default()
     for line in [*made.config.warnings, *missing_side_files(source.path)]:

@@ -40,6 +40,7 @@ class Bundle:
 def bundle(path: Path) -> Bundle:
     """The artifact in `path`; ArtifactError with everything that keeps it from being published."""
     sealed = read_sealed(path)
+    sealed.require_whole()
     problems = [p for name in sorted(sealed.files) for p in sealed.presence(name)] or sealed.small_problems()
     files = {name: Local(path / name, size, digest) for name, (size, digest) in sealed.files.items()}
     files |= {n: _local(path / n) for n in (manifest.NAME, provenance.NAME) if (path / n).is_file()}

@@ -9,10 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convert.hub.wait import HubError, pause
-from convert.shard.writer import UNFINISHED, output_errors, sync_folder, write_all
+from convert.shard.writer import output_errors, sync_folder, write_all
 
 log = logging.getLogger(__name__)
 
+# Not the suffix of unfinished files, which a conversion clears away.
+PARTIAL = ".partial"
 PIECE = 1 << 20
 HASHED = 8 << 20
 TIMEOUT = 60.0
@@ -74,20 +76,25 @@ def _pieces(place: Place, low: int, high: int) -> Iterator[bytes]:
             yield data
 
 
-def download(place: Place, target: Path, size: int, sha256: str, progress: Callable[[int], None]) -> None:
+Bytes = Callable[[Place, int, int], Iterator[bytes]]
+
+
+def download(
+    place: Place, target: Path, size: int, sha256: str, progress: Callable[[int], None], source: Bytes = stream
+) -> None:
     """A hub file as `target`, which appears only once its sha256 is right. What an earlier try left is gone on with.
 
     Raises HubError if the bytes are wrong even from the beginning, and then keeps none of them.
     """
-    draft = target.with_name(target.name + UNFINISHED)
+    draft = target.with_name(target.name + PARTIAL)
     with output_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
-        found = _append(place, draft, size, progress)
+        found = _append(place, draft, size, progress, source)
         if found != sha256:
             # What was left from an earlier run, or what came this time: read all of it once more.
             draft.unlink()
             progress(-size)
-            found = _append(place, draft, size, progress)
+            found = _append(place, draft, size, progress, source)
         if found != sha256:
             draft.unlink()
             raise HubError(f"{place}: {size} bytes with sha256 {found}, expected {sha256}; the hub's copy is damaged")
@@ -95,7 +102,7 @@ def download(place: Place, target: Path, size: int, sha256: str, progress: Calla
         sync_folder(target.parent)
 
 
-def _append(place: Place, draft: Path, size: int, progress: Callable[[int], None]) -> str:
+def _append(place: Place, draft: Path, size: int, progress: Callable[[int], None], source: Bytes) -> str:
     """Brings the draft to its full size; the sha256 of all of it."""
     digest = hashlib.sha256()
     handle = os.open(draft, os.O_RDWR | os.O_CREAT, 0o644)
@@ -107,7 +114,7 @@ def _append(place: Place, draft: Path, size: int, progress: Callable[[int], None
             digest.update(data)
             done += len(data)
         progress(done)
-        for data in stream(place, done, size):
+        for data in source(place, done, size):
             write_all(handle, memoryview(data))
             digest.update(data)
             progress(len(data))

@@ -94,8 +94,7 @@ def run(
     context = Context(replace(plan, jobs=()), source, journal, workers // count, shared)
     try:
         with ProcessPoolExecutor(count, spawn, _begin, (context,)) as pool, _following(shared, progress):
-            order = jobs if journal.shared else sorted(jobs, key=_size, reverse=True)
-            waiting = {pool.submit(_one, job): job for job in order}
+            waiting = {pool.submit(_one, job): job for job in jobs}
             return _results(waiting, shared, clock, done)
     except BrokenProcessPool as e:
         raise OutputError(
@@ -123,10 +122,6 @@ def _results(waiting: dict["Future[Outcome]", Job], shared: Shared, clock: Clock
     if failure is not None:
         raise failure
     return sum(peaks.values())
-
-
-def _size(job: Job) -> int:
-    return sum(f.size for f in job.files.values())
 
 
 class _following:

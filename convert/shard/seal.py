@@ -31,10 +31,11 @@ def seal(plan: Plan, source: Source, out: Path, records: Records) -> dict[str, s
         write_file(out / path, data)
         files[path] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     consumed = {n: s for n, s in plan.header.items() if n not in plan.expanded.dropped}
-    body = {
+    body: dict[str, Any] = {
         "plan": plan.digest,
         "model": {"family": plan.spec.family, "spec": plan.spec.name, "spec_digest": plan.spec.digest},
         "mesh": {"world": plan.mesh.world, "tp": plan.mesh.tp, "ep": plan.mesh.ep},
+        **({} if plan.whole else {"ranks": list(plan.ranks)}),
         "layouts": sorted({w.form.layout for f in plan.files for w in f.work}),
         "parts": sorted({i.family.part for i in plan.expanded.items}),
         "source": {**source.identity.record(), "tensors": len(plan.header), "bytes": plan.source_bytes},
