@@ -5,6 +5,7 @@ import click
 from convert.commands.ask import doctor, probe
 from convert.commands.check import inspect, verify
 from convert.commands.common import Kiln
+from convert.commands.hub import fetch, publish
 from convert.commands.make import convert, demo, plan
 
 
@@ -20,10 +21,12 @@ def main() -> None:
     kiln convert DIR --tp 4 --out OTHER        cut it again, without the checkpoint
     kiln verify DIR --against CHECKPOINT       prove it, bit for bit
     kiln doctor DIR                            will it serve from this machine?
+    kiln publish DIR OWNER/NAME                send it to the hub, and prove that it arrived
+    kiln fetch OWNER/NAME --rank 0 --out DIR   take back what one rank needs
 
     Exit codes: 0 done, 1 the input or artifact is wrong, 2 wrong usage. probe and doctor: 1 is no-go.
     """
 
 
-for command in (demo, probe, plan, convert, verify, inspect, doctor):
+for command in (demo, probe, plan, convert, verify, inspect, doctor, publish, fetch):
     main.add_command(command)

@@ -3,13 +3,15 @@
 import logging
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from convert import provenance
 from convert.readers.source import LICENCE_GLOBS, TOKENIZER_FILES, Source
 from convert.repack import pool
+from convert.repack.assemble import tensors
 from convert.repack.clock import Clock
 from convert.report import SLACK_DISK, Report, available_memory, peak_memory, peak_now
 from convert.shard.journal import FOLDER, Journal
@@ -23,6 +25,9 @@ from specs.storage import nbytes
 log = logging.getLogger(__name__)
 
 
+Part = tuple[int, int]
+
+
 def convert(
     plan: Plan,
     source: Source,
@@ -30,48 +35,95 @@ def convert(
     workers: int,
     progress: Callable[[int], None] = lambda n: None,
     command: str = "",
+    part: Part | None = None,
 ) -> Report:
     """Writes the artifact of `plan` to `out`, or goes on with an unfinished one; the manifest comes last.
 
+    With `part` (i, n) others may work on the same artifact at the same time: this process begins with its share, goes
+    on with what nobody has taken, and seals if it finds all finished.
     Raises an InputError for whatever is wrong with source or output. Nothing unfinished then carries a final name,
     and finished parts stay for the next run.
     """
     begin, clock = time.perf_counter(), Clock()
     if (finished := already_there(plan, source, out)) is not None:
         return finished
-    journal = Journal(out, f"{plan.digest}\n{source.state}\n")
+    journal = Journal(out, f"{plan.digest}\n{source.state}\n", shared=part is not None)
     try:
-        records = {j.number: r for j in plan.jobs if (r := journal.finished(j)) is not None}
-        todo = [j for j in plan.jobs if j.number not in records]
-        progress(sum(job_bytes(j) for j in plan.jobs if j.number in records))
-        check_room(todo, out, workers)
-        resumed = len(records)
-
-        def done(job: Job, record: dict[str, Any]) -> None:
-            journal.record(job, record)
-            records[job.number] = record
-
-        others = pool.run(todo, sum(map(job_bytes, todo)), plan, source, out, workers, clock, done, progress)
-        with clock("seal"):
-            write_file(out / provenance.NAME, provenance.provenance(command, source))
-            logical = finish(plan, source, out, records, journal)
-        journal.remove()
+        # Another part may have sealed while this one waited for the lock.
+        if (finished := already_there(plan, source, out)) is not None:
+            return finished
+        before = {j.number for j in plan.jobs if journal.finished(j) is not None}
+        todo = [j for j in ordered(plan.jobs, part) if j.number not in before]
+        progress(sum(job_bytes(j) for j in plan.jobs if j.number in before))
+        done, others = carry_out(todo, plan, source, journal, workers, clock, progress)
+        with journal.sealing(), clock("seal"):
+            logical, zero, waiting = last(plan, source, out, journal, command)
     finally:
         journal.close()
-    zero = sum(r["zero_scales"] for r in records.values())
     return Report(
         out=out,
         seconds=time.perf_counter() - begin,
-        bytes_read=sum(map(job_bytes, todo)),
-        resumed_jobs=resumed,
-        bytes_written=sum(f.size for job in todo for f in job.files.values()),
+        bytes_read=sum(map(job_bytes, done)),
+        resumed_jobs=len(before),
+        bytes_written=sum(f.size for job in done for f in job.files.values()),
         files=sum(len(j.files) for j in plan.jobs),
         peak_bytes=others + peak_now(),
         wall=dict(clock.wall),
         core=dict(clock.core),
         logical=logical,
+        waiting=waiting,
         warnings=(f"{zero} scales are zero; their groups of 32 weights are zero too",) if zero else (),
     )
+
+
+def carry_out(
+    todo: list[Job],
+    plan: Plan,
+    source: Source,
+    journal: Journal,
+    workers: int,
+    clock: Clock,
+    progress: Callable[[int], None],
+) -> tuple[list[Job], int]:
+    """The jobs that were ours to do, now recorded, and the peak resident bytes of further processes."""
+    in_order = sorted(todo, key=lambda job: job.number)
+    stage = source.stage({j.number: tensors(j) for j in in_order}, journal.folder / "shards")
+    if stage is not None:
+        # A shard stays until its last job: the checkpoint's own order holds the fewest.
+        todo = in_order
+    check_room(todo, journal.out, workers, 0 if stage is None else stage.peak)
+    done: list[Job] = []
+
+    def over(job: Job) -> None:
+        done.append(job)
+        if stage is not None:
+            stage.finished(job.number)
+
+    with stage or nullcontext():
+        total = sum(map(job_bytes, todo))
+        return done, pool.run(todo, total, plan, source, journal, workers, clock, over, progress)
+
+
+def ordered(jobs: Sequence[Job], part: Part | None) -> list[Job]:
+    """Jobs in the order in which one of n processes tries them: its own share, largest first, then the others'."""
+    index, n = part or (1, 1)
+    deal = sorted(jobs, key=job_bytes, reverse=True)
+    return [job for k in range(n) for job in deal[(index - 1 + k) % n :: n]]
+
+
+def last(plan: Plan, source: Source, out: Path, journal: Journal, command: str) -> tuple[dict[str, str], int, int]:
+    """Seals if every job is finished: logical digests, zero scales, and the jobs that others are still to finish."""
+    if (out / manifest.NAME).exists():
+        return dict(manifest.read(out)["logical"]), 0, 0
+    records = {j.number: r for j in plan.jobs if (r := journal.finished(j)) is not None}
+    zero = sum(r["zero_scales"] for r in records.values())
+    if waiting := len(plan.jobs) - len(records):
+        return {}, zero, waiting
+    journal.sweep()
+    write_file(out / provenance.NAME, provenance.provenance(command, source))
+    logical = finish(plan, source, out, records, journal)
+    journal.remove()
+    return logical, zero, 0
 
 
 def finish(
@@ -113,8 +165,11 @@ def job_bytes(job: Job) -> int:
     return total
 
 
-def check_room(jobs: list[Job], out: Path, workers: int) -> None:
-    """PlanError if memory or disk are short, with what is needed, what is there and what to do."""
+def check_room(jobs: list[Job], out: Path, workers: int, passing: int = 0) -> None:
+    """PlanError if memory or disk are short, with what is needed, what is there and what to do.
+
+    passing: bytes of source that pass through the output's disk.
+    """
     problems = []
     need, have = peak_memory(workers), available_memory()
     if have < need:
@@ -123,7 +178,7 @@ def check_room(jobs: list[Job], out: Path, workers: int) -> None:
             f"memory: {workers} workers may need {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available "
             f"(largest tensor {largest / 1e9:.2f} GB, streamed); use fewer --workers"
         )
-    need, have = sum(f.size for j in jobs for f in j.files.values()) + SLACK_DISK, shutil.disk_usage(out).free
+    need, have = sum(f.size for j in jobs for f in j.files.values()) + passing + SLACK_DISK, shutil.disk_usage(out).free
     if have < need:
         problems.append(
             f"disk: {out} needs {need / 1e9:.2f} GB more, {have / 1e9:.2f} GB are free; free "

@@ -30,6 +30,12 @@ class Progress:
                 self._spoken = time.monotonic()
                 self._line()
 
+    def expect(self, total: int) -> None:
+        """The total, where it is known only later."""
+        self.total = max(total, 1)
+        if self._bar is not None:
+            self._bar.total = total
+
     def _line(self) -> None:
         seconds = time.monotonic() - self._begin
         rate = self.done / max(seconds, 1e-9)

@@ -29,7 +29,10 @@ def available_memory() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a conversion did. Seconds are summed over threads: `core` is processor time, `wall` includes waiting."""
+    """What a conversion did. Seconds are summed over threads: `core` is processor time, `wall` includes waiting.
+
+    waiting: jobs that other processes of the same conversion are still to finish; with any there is no artifact yet.
+    """
 
     out: Path
     seconds: float
@@ -42,6 +45,7 @@ class Report:
     core: dict[str, float] = field(default_factory=dict)
     logical: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
+    waiting: int = 0
     already_there: bool = False
 
 

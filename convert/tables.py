@@ -109,6 +109,7 @@ def report_facts(report: Report, workers: int) -> dict[str, Any]:
         "bytes_written": report.bytes_written,
         "files": report.files,
         "resumed_jobs": report.resumed_jobs,
+        "waiting_jobs": report.waiting,
         "workers": workers,
         "peak_memory_bytes": report.peak_bytes,
         "wall_seconds": _rounded(report.wall),
@@ -125,6 +126,11 @@ def _rounded(seconds: dict[str, float]) -> dict[str, float]:
 def report_text(report: Report, workers: int) -> str:
     if report.already_there:
         return f"{report.out} is already finished; nothing to do"
+    if report.waiting:
+        return (
+            f"{report.out}: wrote {size(report.bytes_written)}, {report.waiting} parts are still in others' hands; "
+            "whoever finishes last seals the artifact. If none is at work any more, run the same command again"
+        )
     gigabytes = max(report.bytes_read / 1e9, 1e-9)
     rows = [["phase", "wall s", "core s", "core s/GB"]]
     for phase in sorted(report.core, key=lambda p: -report.wall[p]):
@@ -158,6 +164,7 @@ def inspect_facts(path: Path, sealed: dict[str, Any], provenance: dict[str, Any]
     return {
         "artifact": str(path),
         **{k: sealed[k] for k in keys},
+        "ranks": sealed.get("ranks", list(range(sealed["mesh"]["world"]))),
         "source": source,
         "folders": dict(folders),
         "dropped": sealed["coverage"]["dropped"],
@@ -175,7 +182,8 @@ def inspect_text(facts: dict[str, Any]) -> str:
         [
             f"{facts['artifact']}: artifact format {facts['version']}, "
             f"{facts['model']['family']} by spec {facts['model']['spec']}",
-            f"mesh     world {mesh['world']}, tp {mesh['tp']}, ep {mesh['ep']}",
+            f"mesh     world {mesh['world']}, tp {mesh['tp']}, ep {mesh['ep']}; holds "
+            + ("all ranks" if len(facts["ranks"]) == mesh["world"] else f"ranks {spell(facts['ranks'])} only"),
             f"source   {source['repo'] or 'a local folder'}{'@' + source['revision'] if source['revision'] else ''}: "
             f"{source['tensors']:,} tensors, {size(source['bytes'])}; parts {', '.join(facts['parts'])}",
             f"layouts  {', '.join(facts['layouts'])}",

@@ -67,7 +67,11 @@ class Artifact:
         mesh = Mesh(**sealed["mesh"])
         if not 0 <= rank < mesh.world:
             raise ArtifactError(f"{path}: has ranks 0..{mesh.world - 1} ({mesh}), rank {rank} was asked for")
-        folders = [f for f in ("weights/common", f"weights/rank-{rank:02d}") if (path / f).is_dir()]
+        listed = {f["path"].rpartition("/")[0] for f in sealed["files"]}
+        if (own := f"weights/rank-{rank:02d}") not in listed:
+            held = ", ".join(sorted(f[-2:] for f in listed if f.startswith("weights/rank-")))
+            raise ArtifactError(f"{path}: holds ranks {held} only, rank {rank:02d} was asked for; convert that one too")
+        folders = [f for f in ("weights/common", own) if f in listed]
         mine = [f for f in sealed["files"] if f["path"].rpartition("/")[0] in ("", *folders)]
         phase = check_files(path, mine, verify)
         entries = tuple(e for folder in folders for e in read_index(path, folder))

@@ -1,33 +1,20 @@
 """A hub id as MODEL, against a hub on this machine: pinned, planned from headers, converted, refused in plain words."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.hub import COMMIT, Hub, hub
+from tests.hub import COMMIT, Hub, hub, kiln
 from tests.lab import copied, edit, shard_with
-
-ROOT = Path(__file__).parent.parent
 
 
 @pytest.fixture
 def server(demo: Path) -> Iterator[Hub]:
     with hub(demo) as running:
         yield running
-
-
-def kiln(server: Hub, home: Path, *args: str) -> subprocess.CompletedProcess[str]:
-    """In a process of its own: the client reads its address when it is imported."""
-    env = {k: v for k, v in os.environ.items() if not k.lower().endswith("_proxy") and not k.startswith("HF_")}
-    env |= {"HF_ENDPOINT": server.url, "HF_HOME": str(home), "HF_HUB_DISABLE_XET": "1", "PYTHONPATH": str(ROOT)}
-    env |= {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-    return subprocess.run([sys.executable, "-m", "convert", *args], env=env, cwd=home, capture_output=True, text=True)
 
 
 def test_plan_reads_headers_and_convert_pins_the_commit(server: Hub, demo: Path, tmp_path: Path) -> None:

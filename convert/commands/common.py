@@ -94,13 +94,14 @@ def default_out(model: str, mesh: Mesh) -> Path:
     return Path("build") / ("demo" if model == DEMO else name) / str(mesh)
 
 
-def make_plan(source: Any, mesh: Mesh, arch: str, text_only: bool = False) -> Any:
+def make_plan(source: Any, mesh: Mesh, arch: str, text_only: bool = False, ranks: tuple[int, ...] = ()) -> Any:
     """The plan for a source, with every layout readable on the architecture."""
     from convert.shard.plan import plan as make
     from specs.config import read_config
     from specs.schema import load
 
-    made = make(load("kimi_k2_6"), read_config(source.config), source.header, mesh, text_only=text_only)
+    config, header = read_config(source.config), source.header
+    made = make(load("kimi_k2_6"), config, header, mesh, text_only=text_only, ranks=ranks)
     needed = {w.form.layout for f in made.files for w in f.work}
     unreadable = sorted(needed - set(archs()[arch]["layouts"]))
     if unreadable:

@@ -62,6 +62,24 @@ def plan(
     emit(as_json, facts, plan_text(made, facts, shutil.disk_usage(".").free))
 
 
+def listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
+    """`0,3` -> (0, 3)."""
+    try:
+        return tuple(int(n) for n in value.split(",")) if value is not None else ()
+    except ValueError as e:
+        raise click.BadParameter(f"found {value!r}, expected ranks like 0,3") from e
+
+
+def share(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, int] | None:
+    """`2/4` -> (2, 4)."""
+    if value is None:
+        return None
+    index, slash, count = value.partition("/")
+    if not slash or not index.isdecimal() or not count.isdecimal() or not 1 <= int(index) <= int(count):
+        raise click.BadParameter(f"found {value!r}, expected I/N with I from 1 to N, like 2/4")
+    return int(index), int(count)
+
+
 @click.command()
 @click.argument("model", required=False)
 @click.option(
@@ -71,11 +89,32 @@ def plan(
     help="Artifact folder.  [default: build/NAME/MESH]",
     show_default=False,
 )
+@click.option(
+    "--stream",
+    is_flag=True,
+    help="Of a hub id: no local copy. Whole shards pass through OUT one after another, a few at a time, each checked "
+    "against the hub's sha256 before it is read.",
+)
+@click.option(
+    "--ranks",
+    callback=listed,
+    metavar="R,R",
+    help="Write these ranks only. The result is sealed as a part: it serves them, and is no source.",
+)
+@click.option(
+    "--part",
+    callback=share,
+    metavar="I/N",
+    help="Be the I-th of N processes that share this conversion through one file system; each runs the same command.",
+)
 @mesh_options
 @TEXT_ONLY
 def convert(
     model: str | None,
     out: Path | None,
+    stream: bool,
+    ranks: tuple[int, ...],
+    part: tuple[int, int] | None,
     arch: str,
     world: int | None,
     tp: int,
@@ -90,6 +129,9 @@ def convert(
     MODEL may be an artifact for another mesh. Of a hub id the headers are checked before anything is downloaded.
     Without MODEL, a small random checkpoint is written to build/demo and converted. An interrupted conversion goes
     on where it stopped when the same command runs again.
+
+    With --part 1/4 to 4/4 four processes or hosts share the work: each takes parts of the artifact that nobody has,
+    and the last one seals it. A part that was killed is started again, or left to the others.
     """
     from convert.pipeline import convert as run
     from convert.pipeline import job_bytes, missing_side_files
@@ -101,22 +143,25 @@ def convert(
     if model is None:
         model = DEMO
         ensure_demo(Path(model))
-    if not Path(model).exists():
-        make_plan(find(model, headers_only=True), mesh, arch, text_only)
-    source = find(model)
-    made = make_plan(source, mesh, arch, text_only)
+    if stream and (part is not None or Path(model).exists()):
+        raise click.UsageError("--stream reads a hub id in one process; leave it out for a folder, and for --part")
+    if not stream and not Path(model).exists():
+        make_plan(find(model, headers_only=True), mesh, arch, text_only, ranks)
+    source = find(model, stream=stream)
+    made = make_plan(source, mesh, arch, text_only, ranks)
     out = out or default_out(model, mesh)
     count = workers or workers_default()
     for line in [*made.config.warnings, *missing_side_files(source.path)]:
         click.echo(f"warning: {line}", err=True)
     with Progress("convert", sum(map(job_bytes, made.jobs))) as progress:
-        report = run(made, source, out, count, progress, command=shlex.join(["kiln", *sys.argv[1:]]))
+        report = run(made, source, out, count, progress, command=shlex.join(["kiln", *sys.argv[1:]]), part=part)
     for line in report.warnings:
         click.echo(f"warning: {line}", err=True)
     following = (
         f"next: {program('kiln-run')} generate {shlex.quote(str(out))} --device cpu --prompt Hello --max-tokens 32"
     )
-    emit(as_json, report_facts(report, count), f"{report_text(report, count)}\n\n{following}")
+    shown = report_text(report, count)
+    emit(as_json, report_facts(report, count), shown if report.waiting else f"{shown}\n\n{following}")
 
 
 def ensure_demo(path: Path) -> None:

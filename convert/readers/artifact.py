@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ class ArtifactSource:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.sealed = sealed = read_sealed(path)
+        sealed.require_whole()
         if problems := sealed.small_problems():
             raise ArtifactError(problems)
         self.manifest, self.mesh = sealed.manifest, sealed.mesh
@@ -78,6 +79,9 @@ class ArtifactSource:
 
     def soon(self, name: str, low: int, high: int) -> None:
         """Nothing: a tensor's bytes are spread over many files, and the kernel reads each ahead by itself."""
+
+    def stage(self, jobs: Mapping[int, Collection[str]], folder: Path) -> None:
+        """Nothing: the files are here."""
 
     def leading(self, name: str) -> int:
         """`rows` takes multiples of this: stored rows of one index of the logical first axis (a head's rows)."""

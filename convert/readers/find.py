@@ -9,8 +9,8 @@ from specs import manifest
 from specs.errors import SourceError
 
 
-def find(model: str, headers_only: bool = False) -> Source:
-    """Opens MODEL; SourceError if it is none of the three."""
+def find(model: str, headers_only: bool = False, stream: bool = False) -> Source:
+    """Opens MODEL; SourceError if it is none of the three. stream: a hub id without a local copy of its weights."""
     path = Path(model)
     if path.is_dir():
         if (path / manifest.NAME).exists():
@@ -24,4 +24,8 @@ def find(model: str, headers_only: bool = False) -> Source:
         raise SourceError(
             f"{model}: {state}; MODEL is a checkpoint folder, an artifact folder or a hub id like owner/name@revision"
         )
+    if stream:
+        from convert.readers.hub_stream import HubStream
+
+        return HubStream(*named)
     return hub.HubHeaders(*named) if headers_only else SafetensorsDir(hub.download(*named))

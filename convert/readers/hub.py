@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from convert.hub.tree import Remote
+from convert.hub.wait import patiently
 from convert.readers.join import INDEX, file_problems, join, weight_map
 from convert.readers.safetensors_dir import read_object
 from convert.readers.safetensors_file import header_length, parse_header
@@ -17,6 +20,8 @@ from specs.errors import SourceError
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from convert.hub.stage import Stage
 
 HUB_ID = re.compile(r"(?P<repo>[\w-][\w.-]*/[\w-][\w.-]*)(?:@(?P<revision>[\w./-]+))?")
 
@@ -94,14 +99,14 @@ def fetch(repo: str, commit: str, name: str, low: int, high: int) -> bytes:
     return data
 
 
-def fetch_header(repo: str, commit: str, name: str, size: int) -> tuple[dict[str, TensorInfo], int]:
-    """One file's tensors, as strictly read as from a disk, and the bytes that were fetched for them."""
+def fetch_header(repo: str, commit: str, name: str, size: int) -> tuple[dict[str, TensorInfo], int, str]:
+    """One file's tensors, as strictly read as from a disk, the bytes that were fetched, and the header's sha256."""
     where = f"{repo}/{name}"
     head = fetch(repo, commit, name, 0, min(FIRST, size)) if size else b""
     stop = 8 + header_length(where, head[:8], size)
     if stop > len(head):
         head += fetch(repo, commit, name, len(head), stop)
-    return parse_header(where, head[8:stop], size)[0], len(head)
+    return parse_header(where, head[8:stop], size)[0], len(head), hashlib.sha256(head[8:stop]).hexdigest()
 
 
 class HubHeaders:
@@ -112,11 +117,17 @@ class HubHeaders:
 
     def __init__(self, repo: str, revision: str | None) -> None:
         from huggingface_hub import HfApi
+        from huggingface_hub.hf_api import RepoFile
 
         commit = pin(repo, revision)
         with hub_errors(repo, revision):
             listed = list(HfApi().list_repo_tree(repo, revision=commit))
-        self.files: dict[str, int] = {f.path: f.size for f in listed if hasattr(f, "size")}
+        self.listed = {
+            f.path: Remote(f.size, f.lfs.sha256 if f.lfs is not None else None, f.blob_id)
+            for f in listed
+            if isinstance(f, RepoFile)
+        }
+        self.files: dict[str, int] = {name: f.size for name, f in self.listed.items()}
         self.identity = Identity(repo=repo, revision=commit)
         self.state = commit
         self.logical: Mapping[str, str] | None = None
@@ -144,11 +155,13 @@ class HubHeaders:
         if not weights:
             problems.append(f"{repo}: no *.safetensors files; expected a checkpoint")
         headers: dict[str, dict[str, TensorInfo]] = {}
+        digests: dict[str, str] = {}
 
         def read(name: str) -> None:
             try:
                 with hub_errors(repo, commit):
-                    headers[name], fetched = fetch_header(repo, commit, name, weights[name])
+                    found = patiently(lambda: fetch_header(repo, commit, name, weights[name]), f"{repo}/{name}")
+                headers[name], fetched, digests[name] = found
                 self.fetched += fetched
             except SourceError as e:
                 problems.extend(e.problems)
@@ -158,6 +171,8 @@ class HubHeaders:
         tensors, differences = join(headers, mapped)
         if problems or differences:
             raise SourceError([*sorted(set(problems)), *differences])
+        records = ({"name": n, "size": weights[n], "header_sha256": digests[n]} for n in sorted(weights))
+        self.identity = Identity(repo=repo, revision=commit, files=tuple(records))
         return tensors
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
@@ -165,6 +180,10 @@ class HubHeaders:
 
     def soon(self, name: str, low: int, high: int) -> None:
         """Nothing: there are no bytes to wait for."""
+
+    def stage(self, jobs: Mapping[int, Collection[str]], folder: Path) -> Stage | None:
+        """Nothing: nothing can be read."""
+        return None
 
     def leading(self, name: str) -> int:
         return 1

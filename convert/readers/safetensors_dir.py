@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,9 @@ class SafetensorsDir:
         t = self.tensors[name]
         row = (t.stop - t.start) // max(1, t.shape[0]) if t.shape else t.stop - t.start
         return Path(t.file), t.start + low * row, (high - low) * row
+
+    def stage(self, jobs: Mapping[int, Collection[str]], folder: Path) -> None:
+        """Nothing: the files are here."""
 
     def leading(self, name: str) -> int:
         return 1

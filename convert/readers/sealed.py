@@ -32,6 +32,24 @@ class Sealed:
     files: dict[str, tuple[int, str]]
 
     @property
+    def ranks(self) -> tuple[int, ...]:
+        """Those whose files it holds: all, unless it was converted for some."""
+        return tuple(self.manifest.get("ranks", range(self.mesh.world)))
+
+    @property
+    def whole(self) -> bool:
+        return len(self.ranks) == self.mesh.world
+
+    def require_whole(self) -> None:
+        """ArtifactError if it is a part: what needs all ranks cannot be done with it."""
+        if not self.whole:
+            raise ArtifactError(f"{self.path}: {self.held}; this takes an artifact of all ranks")
+
+    @property
+    def held(self) -> str:
+        return f"holds ranks {', '.join(map(str, self.ranks))} of {self.mesh.world} only"
+
+    @property
     def small(self) -> dict[str, tuple[int, str]]:
         """Everything but the tensors: index files, config, tokenizer, licences."""
         return {p: f for p, f in self.files.items() if not p.endswith(DATA)}
@@ -73,6 +91,8 @@ def read_sealed(path: Path) -> Sealed:
         mesh = Mesh(**found["mesh"])
     except CutError as e:
         raise ArtifactError([f"{where}: mesh: {p}" for p in e.problems]) from e
+    if not all(r < mesh.world for r in found.get("ranks", ())):
+        raise ArtifactError(f"{where}: ranks: found {brief(found['ranks'])}, {mesh} has 0..{mesh.world - 1}")
     files = {f["path"]: (f["size"], f["sha256"]) for f in found["files"]}
     return Sealed(path=path, manifest=found, mesh=mesh, files=files)
 
@@ -81,6 +101,8 @@ def _field_problems(m: dict[str, Any]) -> Iterator[str]:
     """Fields that would mislead whoever reads on."""
     if set(m["mesh"]) != {"world", "tp", "ep"} or not all(type(v) is int for v in m["mesh"].values()):
         yield f"mesh: found {brief(m['mesh'])}, expected whole numbers for world, tp and ep"
+    if not _is_sizes(m.get("ranks", [0])) or not m.get("ranks", [0]):
+        yield f"ranks: found {brief(m['ranks'])}, expected the ranks whose files are there"
     if not isinstance(m["model"].get("spec"), str):
         yield f"model.spec: found {brief(m['model'].get('spec'))}, expected the name of a spec"
     if not all(isinstance(i, str) for i in m["layouts"]):
@@ -140,7 +162,7 @@ def read_indices(sealed: Sealed) -> Indices:
     Raises ArtifactError for index files that are damaged or name files that the manifest does not.
     """
     folders: dict[tuple[Store, int], str] = {("common", 0): "weights/common", ("vision", 0): "vision"}
-    folders |= {("rank", r): f"weights/rank-{r:02d}" for r in range(sealed.mesh.world)}
+    folders |= {("rank", r): f"weights/rank-{r:02d}" for r in sealed.ranks}
     out: Indices = {}
     problems: list[str] = []
     for key, folder in folders.items():

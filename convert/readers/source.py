@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+    from convert.hub.stage import Stage
 
 # Files of a checkpoint that an artifact carries along, byte for byte. Remote code (*.py) never is.
 SIDE_FILES = (
@@ -85,6 +87,10 @@ class Source(Protocol):
 
     def soon(self, name: str, low: int, high: int) -> None:
         """A hint that `rows` with the same arguments follows."""
+        ...
+
+    def stage(self, jobs: Mapping[int, Collection[str]], folder: Path) -> Stage | None:
+        """What brings the bytes here that `jobs`, in this order, read by tensor; None where they are here already."""
         ...
 
     def leading(self, name: str) -> int:

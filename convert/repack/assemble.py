@@ -18,6 +18,7 @@ from convert.repack.clock import Clock
 from convert.shard.plan import Job, Plan, Store, Work, ways
 from runtime_min.kernels.layouts import Int4Groups, layout
 from specs.errors import SourceError
+from specs.expand import tensor_names
 from specs.mesh import cut
 from specs.storage import ITEM_BYTES, nbytes
 
@@ -53,15 +54,28 @@ def steps(job: Job, plan: Plan, source: Source, clock: Clock) -> Iterator[Step]:
             yield from make(work, kind, plan, source, clock)
 
 
+def tensors(job: Job) -> set[str]:
+    """Names of all source tensors that the steps of a job read."""
+    names: set[str] = set()
+    for work in (w for works in job.store.values() for w in works):
+        stack, family = work.form.stack, work.item.family
+        experts = [
+            first + index for first in range(0, family.stack, stack or 1) for index in range(work.start, work.stop)
+        ]
+        stems = [s for e in (experts if stack else [0]) for s in work.item.sources[e]]
+        names |= {name for stem in stems for name in tensor_names(family.row.format, stem)}
+    return names
+
+
 def _ranks(plan: Plan, kind: Store, work: Work, part: int, group: int | None = None) -> list[FileKey]:
-    """Files that hold part `part` of the cut axis (and expert group `group`)."""
+    """Files to write that hold part `part` of the cut axis (and expert group `group`)."""
     if kind != "rank":
         return [(kind, 0)]
     mesh = plan.mesh
     axis, n = ways(work.item.family, mesh)
     return [
         (kind, r)
-        for r in range(mesh.world)
+        for r in plan.ranks
         if (n == 1 or mesh.index(axis, r) == part) and (group is None or mesh.index("ep", r) == group)
     ]
 
@@ -86,12 +100,14 @@ def _int4_step(work: Work, kind: Store, group: int, expert: int, plan: Plan, sou
     chosen = layout(work.form.layout, work.form.parameters)
     with clock("repack"):
         for part in range(n):
+            if not (keys := _ranks(plan, kind, work, part, group)):
+                continue
             mine = parts
             if family.split_axis is not None and n > 1:
                 axis = family.split_axis
                 mine = [p.cut(axis, *cut(p.shape[axis], n, part)) for p in parts]
             packed = chosen.pack(Int4Groups.fuse(mine))
-            result.chunks += [(key, packed) for key in _ranks(plan, kind, work, part, group)]
+            result.chunks += [(key, packed) for key in keys]
     return result
 
 
@@ -146,6 +162,8 @@ def _plain_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clo
             yield Step(BLOCK_BYTES, partial(_digest_step, name, family.stored(j)[0], source, clock))
         for low in range(0, rows, block):
             for part in range(n) if by_rank else (None,):
+                if part is not None and not _ranks(plan, kind, work, part):
+                    continue
                 start = low + rows * (part or 0)
                 stop = start + min(block, rows - low)
                 merged = family.stored(j)[0] // shape[0]
@@ -198,11 +216,13 @@ def _plain_step(
             block = block.narrow(axis, first, last - first)
         _, n = ways(family, plan.mesh)
         for part in range(n) if only is None else (only,):
+            if not (keys := _ranks(plan, kind, work, part)):
+                continue
             mine = block
             if only is None and n > 1 and family.split_axis is not None:
                 mine = block.narrow(family.split_axis, *_narrow(block.shape[family.split_axis], n, part))
             chunk = mine.contiguous()
-            result.chunks += [(key, chunk) for key in _ranks(plan, kind, work, part)]
+            result.chunks += [(key, chunk) for key in keys]
     return result
 
 

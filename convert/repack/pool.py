@@ -13,7 +13,6 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Semaphore
-from pathlib import Path
 
 import torch
 
@@ -22,6 +21,7 @@ from convert.repack.assemble import Step, steps
 from convert.repack.clock import Clock
 from convert.repack.engine import Engine, Record, one_thread_per_op
 from convert.report import PIECE_BYTES, PIECES, peak_now
+from convert.shard.journal import Journal
 from convert.shard.plan import Job, Plan
 from specs.errors import OutputError
 
@@ -31,8 +31,8 @@ LEAST_BYTES = 4 << 30
 PROCESS_BYTES = 512 << 20
 
 
-# Record, wall and core seconds by phase, process, and its peak resident bytes.
-Outcome = tuple[Record, tuple[Mapping[str, float], Mapping[str, float]], int, int]
+# Whether the job was ours to do, wall and core seconds by phase, process, and its peak resident bytes.
+Outcome = tuple[bool, tuple[Mapping[str, float], Mapping[str, float]], int, int]
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class Context:
 
     plan: Plan
     source: Source
-    out: Path
+    journal: Journal
     threads: int
     shared: Shared
 
@@ -69,29 +69,34 @@ def run(
     total: int,
     plan: Plan,
     source: Source,
-    out: Path,
+    journal: Journal,
     workers: int,
     clock: Clock,
-    done: Callable[[Job, Record], None],
+    done: Callable[[Job], None],
     progress: Callable[[int], None],
 ) -> int:
-    """Carries out every job, and calls `done` with its record; returns the peak resident bytes of other processes.
+    """Carries out and records every job that is ours to take, then calls `done`; returns other processes' peak bytes.
 
     `total` is the number of bytes the jobs read. Raises the first error after all processes have ended.
     """
     count = processes(jobs, total, workers)
     if count == 1:
+
+        def finished(job: Job, record: Record) -> None:
+            journal.record(job, record)
+            done(job)
+
         budget = PIECES * PIECE_BYTES * workers
-        engine = Engine(out, workers, budget, clock, done, progress)
+        engine = Engine(journal.out, workers, budget, clock, finished, progress)
         with one_thread_per_op():
-            engine.run((job, steps(job, plan, source, clock)) for job in jobs)
+            engine.run((job, steps(job, plan, source, clock)) for job in jobs if journal.take(job))
         return 0
     spawn = mp.get_context("spawn")
     shared = Shared(spawn.Value("q", 0), spawn.Value("b", 0), spawn.Semaphore(0))
-    context = Context(replace(plan, jobs=()), source, out, workers // count, shared)
+    context = Context(replace(plan, jobs=()), source, journal, workers // count, shared)
     try:
         with ProcessPoolExecutor(count, spawn, _begin, (context,)) as pool, _following(shared, progress):
-            waiting = {pool.submit(_one, job): job for job in sorted(jobs, key=_size, reverse=True)}
+            waiting = {pool.submit(_one, job): job for job in jobs}
             # A process that is killed while the pool starts another one leaves that one behind (Python 3.11): none
             # begins before all are there.
             for _ in range(count):
@@ -99,20 +104,18 @@ def run(
             return _results(waiting, shared, clock, done)
     except BrokenProcessPool as e:
         raise OutputError(
-            f"{out}: a worker process was killed, perhaps for want of memory; use fewer --workers and run the same "
-            "command again: it goes on after the last finished part"
+            f"{journal.out}: a worker process was killed, perhaps for want of memory; use fewer --workers and run the "
+            "same command again: it goes on after the last finished part"
         ) from e
 
 
-def _results(
-    waiting: dict["Future[Outcome]", Job], shared: Shared, clock: Clock, done: Callable[[Job, Record], None]
-) -> int:
+def _results(waiting: dict["Future[Outcome]", Job], shared: Shared, clock: Clock, done: Callable[[Job], None]) -> int:
     """The sum of the processes' peaks, or the first error once none of them works any more."""
     peaks: dict[int, int] = {}
     failure: BaseException | None = None
     for future in as_completed(waiting):
         try:
-            record, times, process, peak = future.result()
+            ours, times, process, peak = future.result()
         except BaseException as e:
             shared.stop.value = 1
             if failure is None or isinstance(failure, Stopped):
@@ -120,15 +123,11 @@ def _results(
             continue
         peaks[process] = peak
         clock.add(times)
-        if failure is None:
-            done(waiting[future], record)
+        if ours:
+            done(waiting[future])
     if failure is not None:
         raise failure
     return sum(peaks.values())
-
-
-def _size(job: Job) -> int:
-    return sum(f.size for f in job.files.values())
 
 
 class _following:
@@ -179,16 +178,17 @@ def _end_with_parent() -> None:
 def _one(job: Job) -> Outcome:
     """One job, in a process of the pool."""
     assert _context is not None
-    c, clock, records = _context, Clock(), []
+    c, clock = _context, Clock()
 
     def progress(n: int) -> None:
         with c.shared.read.get_lock():
             c.shared.read.value += n
 
     budget = PIECES * PIECE_BYTES * c.threads - PROCESS_BYTES
-    engine = Engine(c.out, c.threads, budget, clock, lambda job, record: records.append(record), progress)
-    engine.run([(job, _until_stopped(steps(job, c.plan, c.source, clock), c.shared))])
-    return records[0], (dict(clock.wall), dict(clock.core)), os.getpid(), peak_now()
+    if ours := c.journal.take(job):
+        engine = Engine(c.journal.out, c.threads, budget, clock, c.journal.record, progress)
+        engine.run([(job, _until_stopped(steps(job, c.plan, c.source, clock), c.shared))])
+    return ours, (dict(clock.wall), dict(clock.core)), os.getpid(), peak_now()
 
 
 def _until_stopped(every: Iterator[Step], shared: Shared) -> Iterator[Step]:

@@ -69,6 +69,11 @@ def verify(
     elif mode == "sample" and not found.problems:
         assert sample is not None
         found.problems += sample_problems(sealed, sample, workers, progress, found)
+    if not sealed.whole and against is None:
+        found.warnings.append(
+            f"{path}: {sealed.held}; the logical digest was taken while converting, a part cannot give it again"
+        )
+        return found.verdict("files" if mode == "full" else mode, sealed.manifest["logical"])
     if mode == "quick" or found.problems or (mode == "sample" and against is None):
         return found.verdict(mode, sealed.manifest["logical"])
     source = ArtifactSource(path)
@@ -104,7 +109,7 @@ class Findings:
         if not self.problems:
             self.problems += headers_problems(sealed)
 
-    def verdict(self, mode: Mode, logical: dict[str, str]) -> Verdict:
+    def verdict(self, mode: str, logical: dict[str, str]) -> Verdict:
         return Verdict(
             mode=mode,
             problems=tuple(dict.fromkeys(self.problems)),

@@ -104,6 +104,8 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
+    """ranks: those whose files are written, usually all of the mesh."""
+
     spec: Spec
     config: ModelConfig
     mesh: Mesh
@@ -111,6 +113,12 @@ class Plan:
     header: Mapping[str, tuple[str, tuple[int, ...]]] = field(repr=False)
     jobs: tuple[Job, ...] = field(repr=False)
     part_bytes: int
+    ranks: tuple[int, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether every rank is written."""
+        return len(self.ranks) == self.mesh.world
 
     @property
     def files(self) -> Iterator[FilePlan]:
@@ -120,7 +128,8 @@ class Plan:
     @cached_property
     def digest(self) -> str:
         """Same source header, spec, mesh and format: same digest."""
-        facts = [FORMAT_VERSION, self.spec.digest, str(self.mesh), self.part_bytes, sorted(self.header.items())]
+        facts: list[Any] = [FORMAT_VERSION, self.spec.digest, str(self.mesh), self.part_bytes]
+        facts += [sorted(self.header.items()), *([] if self.whole else [self.ranks])]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @cached_property
@@ -142,11 +151,15 @@ def plan(
     mesh: Mesh,
     part_bytes: int = PART_BYTES,
     text_only: bool = False,
+    ranks: tuple[int, ...] = (),
 ) -> Plan:
     """The whole conversion, decided; with `text_only` as if the checkpoint had no vision part.
 
-    Raises CutError or HeaderError with every problem of that kind.
+    ranks: those to write, none means all. Raises CutError or HeaderError with every problem of that kind.
     """
+    if wrong := sorted(r for r in ranks if not 0 <= r < mesh.world):
+        raise CutError(f"ranks {', '.join(map(str, wrong))}: {mesh} has ranks 0..{mesh.world - 1}")
+    written = tuple(sorted(set(ranks))) or tuple(range(mesh.world))
     check_sizes(config, len(header))
     if text_only:
         header, config = without_vision(spec, config, header), replace(config, vision=None)
@@ -163,10 +176,11 @@ def plan(
         parts: dict[Store, list[tuple[Work, ...]]] = {s: _parts(w, part_bytes) for s, w in stores.items()}
         for i in range(max(map(len, parts.values()))):
             chosen = {s: p[i] for s, p in parts.items() if i < len(p)}
-            jobs.append(_job(len(jobs), i, label, chosen, mesh))
+            jobs.append(_job(len(jobs), i, label, chosen, mesh, written))
     return Plan(
-        spec=spec, config=config, mesh=mesh, expanded=expanded, header=header, jobs=tuple(jobs), part_bytes=part_bytes
-    )
+        spec=spec, config=config, mesh=mesh, expanded=expanded, header=header, jobs=tuple(jobs), part_bytes=part_bytes,
+        ranks=written,
+    )  # fmt: skip
 
 
 def without_vision(
@@ -294,13 +308,15 @@ def _parts(work: list[Work], limit: int) -> list[tuple[Work, ...]]:
     return [tuple(p) for p in parts if p]
 
 
-def _job(number: int, ordinal: int, label: str, chosen: dict[Store, tuple[Work, ...]], mesh: Mesh) -> Job:
+def _job(
+    number: int, ordinal: int, label: str, chosen: dict[Store, tuple[Work, ...]], mesh: Mesh, ranks: tuple[int, ...]
+) -> Job:
     files: dict[tuple[Store, int], FilePlan] = {}
     for kind, work in chosen.items():
         layouts = ",".join(sorted({w.form.layout for w in work}))
         base = {"format": "pt", "kiln.format": FORMAT_VERSION, "kiln.mesh": str(mesh), "kiln.layouts": layouts}
         if kind == "rank":
-            for rank in range(mesh.world):
+            for rank in ranks:
                 path = f"weights/rank-{rank:02d}/part-{number:02d}.safetensors"
                 files[kind, rank] = FilePlan(path=path, rank=rank, work=work, metadata={**base, "kiln.rank": str(rank)})
         else:

@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,6 +15,11 @@ from convert.shard.plan import FilePlan
 from specs.errors import OutputError
 
 UNFINISHED = ".part"
+
+
+def draft(path: Path) -> Path:
+    """A temporary name of its own beside the final one, even if several hosts write the same file."""
+    return path.with_name(f"{path.name}.{secrets.token_hex(4)}{UNFINISHED}")
 
 
 def write_all(handle: int, data: memoryview) -> None:
@@ -47,17 +53,17 @@ def write_file(path: Path, data: bytes) -> None:
     """A small file, whole or not at all: temporary name, fsync, rename, fsync of the folder."""
     with output_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        draft = path.with_name(path.name + UNFINISHED)
-        handle = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        unfinished = draft(path)
+        handle = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             write_all(handle, memoryview(data))
             os.fsync(handle)
         except OSError:
-            draft.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
             raise
         finally:
             os.close(handle)
-        draft.rename(path)
+        unfinished.rename(path)
         sync_folder(path.parent)
 
 
@@ -66,7 +72,7 @@ class StreamWriter:
 
     def __init__(self, root: Path, plan: FilePlan, clock: Clock) -> None:
         self.plan, self.path, self.clock = plan, root / plan.path, clock
-        self.draft = self.path.with_name(self.path.name + UNFINISHED)
+        self.draft = draft(self.path)
         self.tensors: dict[str, str] = {}
         self._sizes = [(w.item.name, w.nbytes) for w in plan.work]
         self._left = self._sizes[0][1]
