@@ -144,9 +144,10 @@ def already_there(plan: Plan, source: Source, out: Path) -> Report | None:
             return None
         raise PlanError(f"{out}: is not empty and not an unfinished conversion; choose another --out or empty it")
     found = manifest.read(out)
-    if found["plan"] != plan.digest or manifest.read_json(out / provenance.NAME).get("source_state") != source.state:
+    if found["plan"] != plan.digest or provenance.read(out).get("source_state") != source.state:
         raise PlanError(
-            f"{out}: holds a finished artifact of another source, mesh or version; choose another --out or delete it"
+            f"{out}: holds a finished artifact of another source, mesh or version, or a fetched one; "
+            "choose another --out or delete it"
         )
     shutil.rmtree(out / FOLDER, ignore_errors=True)
     return Report(out=out, seconds=0.0, logical=found["logical"], already_there=True)

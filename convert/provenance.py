@@ -1,10 +1,14 @@
-"""provenance.json: who, when, where and with what. Outside every digest but its own: same input, same bytes."""
+"""provenance.json: when, where and with what. Outside every digest but its own: same input, same bytes.
+
+It stays with who converted: host, paths and command are not published, and an artifact is whole without them.
+"""
 
 import json
 import platform
 import time
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 from convert.readers.source import Source
 from specs import manifest
@@ -27,11 +31,17 @@ def provenance(command: str, source: Source) -> bytes:
     return manifest.seal(facts)
 
 
-def problems(folder: Path) -> list[str]:
-    """What is wrong with an artifact's provenance.json: not one byte may differ from what was written."""
+def read(folder: Path) -> dict[str, Any]:
+    """An artifact's provenance, empty if it came without; ArtifactError if it cannot be read."""
     path = folder / NAME
-    if not path.is_file():
-        return [f"{path}: not there; nothing else depends on it, convert again to have one"]
+    return manifest.read_json(path) if path.exists() else {}
+
+
+def problems(folder: Path) -> list[str]:
+    """What is wrong with an artifact's provenance.json, if it has one: no byte may differ from what was written."""
+    path = folder / NAME
+    if not path.exists():
+        return []
     try:
         raw = path.read_bytes()
         facts = json.loads(raw)

@@ -177,7 +177,7 @@ def inspect_text(facts: dict[str, Any]) -> str:
         ["folder", "files", "bytes"],
         *([n, str(f["files"]), size(f["bytes"])] for n, f in sorted(facts["folders"].items())),
     ]
-    mesh, source = facts["mesh"], facts["source"]
+    mesh, source, made = facts["mesh"], facts["source"], facts["provenance"]
     return "\n".join(
         [
             f"{facts['artifact']}: artifact format {facts['version']}, "
@@ -189,7 +189,7 @@ def inspect_text(facts: dict[str, Any]) -> str:
             f"layouts  {', '.join(facts['layouts'])}",
             *(f"logical  {part}: {digest}" for part, digest in facts["logical"].items()),
             f"manifest {facts['digest']}",
-            f"made     {facts['provenance']['created']}: {facts['provenance']['command']}",
+            *([f"made     {made['created']}: {made['command']}"] if made["created"] is not None else []),
             "",
             table(rows),
         ]

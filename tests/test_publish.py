@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from runtime_min.kernels import index
 from specs import manifest
 from specs.errors import ArtifactError
 from tests.hub import Fault, Hub, Repo, environment, hub, kiln, point_at
-from tests.lab import converted, copied
+from tests.lab import converted, copied, tree
 
 MESH = {"world": 2, "tp": 2}
 REPO = "someone/artifact"
@@ -52,10 +53,6 @@ def files_of(repo: Repo) -> dict[str, bytes]:
     return {n: d for n, d in repo.files.items() if n != ".gitattributes"}
 
 
-def files_in(folder: Path) -> dict[str, bytes]:
-    return {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-
-
 def steps(repo: Repo) -> list[set[str]]:
     """What each commit added."""
     trees = list(repo.commits.values())
@@ -65,12 +62,12 @@ def steps(repo: Repo) -> list[set[str]]:
 def test_the_hub_holds_the_artifact_and_its_manifest_came_last(server: Hub, sealed: Path) -> None:
     done = publish(sealed, REPO, tag="v1")
     repo = server.repos[REPO]
-    assert files_of(repo) == files_in(sealed)
+    assert files_of(repo) == tree(sealed)
     folders = [{str(Path(n).parent) for n in added} for added in steps(repo)]
     assert folders == [
         {"."}, {"kernels/sm90"}, {"vision"}, {"weights/common"}, {"weights/rank-00"}, {"weights/rank-01"}, {"."},
     ]  # fmt: skip
-    assert steps(repo)[-1] == {"manifest.json", "README.md", "provenance.json"} and "LICENSE" in steps(repo)[0]
+    assert steps(repo)[-1] == {"manifest.json", "README.md"} and "LICENSE" in steps(repo)[0]
     assert repo.tags == {"v1": done.commit} and done.commit == repo.head and not repo.private
     sent, commits = len(server.asked("PUT /lfs")), len(repo.commits)
     again = publish(sealed, REPO, tag="v1")
@@ -78,12 +75,26 @@ def test_the_hub_holds_the_artifact_and_its_manifest_came_last(server: Hub, seal
     assert (len(server.asked("PUT /lfs")), len(repo.commits)) == (sent, commits)
 
 
+def test_nothing_tells_who_converted_where_and_how(
+    server: Hub, demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(platform, "node", lambda: "odd-host-name")
+    model, out = copied(demo, tmp_path / "odd-place"), tmp_path / "artifact"
+    monkeypatch.setattr(sys, "argv", ["kiln", "convert", str(model)])
+    assert CliRunner().invoke(main, ["convert", str(model), "--tp", "2", "--out", str(out)]).exit_code == 0
+    told = (out / "provenance.json").read_text()
+    assert "odd-host-name" in told and f"convert {model}" in told
+    publish(out, REPO)
+    for sent in server.repos[REPO].files.values():
+        assert b"odd-host-name" not in sent and b"odd-place" not in sent and str(tmp_path).encode() not in sent
+
+
 def test_a_dry_run_sends_nothing(server: Hub, sealed: Path) -> None:
     result = CliRunner().invoke(main, ["publish", str(sealed), REPO, "--dry-run", "--json"])
     facts = json.loads(result.stdout)
     assert result.exit_code == 0 and not server.repos and not server.asked("POST|PUT")
     assert facts["commit"] is None and sum(facts["sent"].values()) == facts["bytes"]
-    assert facts["bytes"] == sum(map(len, files_in(sealed).values()))
+    assert facts["bytes"] == sum(map(len, tree(sealed).values()))
     publish(sealed, REPO)
     text = CliRunner().invoke(main, ["publish", str(sealed), REPO, "--dry-run"]).stdout
     assert "nothing to send" in text and "nothing was sent" in text
@@ -164,7 +175,7 @@ def test_faults_of_the_hub_are_waited_for(server: Hub, sealed: Path) -> None:
     ]
     publish(sealed, REPO, tag="v1")
     assert all(f.times == 0 for f in server.faults)
-    assert files_of(server.repos[REPO]) == files_in(sealed)
+    assert files_of(server.repos[REPO]) == tree(sealed)
     first, second = server.asked(COMMIT)[:2]
     assert second - first >= 2
     assert len(server.asked("PUT /lfs")) == len(server.lfs) + 2
@@ -194,7 +205,7 @@ def test_killed_between_ranks_a_rerun_sends_the_rest_only(
     assert "manifest.json" not in server.repos[REPO].files or commits == 6
     server.log.clear()
     done = publish(sealed, REPO)
-    assert files_of(server.repos[REPO]) == files_in(sealed) and done.commit == server.repos[REPO].head
+    assert files_of(server.repos[REPO]) == tree(sealed) and done.commit == server.repos[REPO].head
     assert len(server.asked("PUT /lfs")) == len(server.lfs) - len(before)
 
 

@@ -23,13 +23,12 @@ def inspect(artifact: Path, as_json: bool) -> None:
 
     Reads the manifest alone; `kiln verify` tells whether the files still are what it says.
     """
-    from convert.provenance import NAME as PROVENANCE
+    from convert import provenance
     from convert.tables import inspect_facts, inspect_text
     from specs import manifest
 
     sealed = manifest.read(artifact)
-    provenance = manifest.read_json(artifact / PROVENANCE) if (artifact / PROVENANCE).exists() else {}
-    facts = inspect_facts(artifact, sealed, provenance)
+    facts = inspect_facts(artifact, sealed, provenance.read(artifact))
     emit(as_json, facts, inspect_text(facts))
 
 

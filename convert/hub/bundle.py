@@ -22,7 +22,7 @@ MOST_IN_FOLDER = 10_000
 # The hub gives a commit a minute and advises 50 to 100 files.
 MOST_IN_COMMIT = 100
 LARGE_REPO = 1_000_000_000_000
-LAST = (manifest.NAME, card.NAME, provenance.NAME)
+LAST = (manifest.NAME, card.NAME)
 # Whatever else the repository may hold, these folders are the artifact's alone.
 OWNED = ("weights/", "vision/")
 
@@ -43,13 +43,15 @@ def bundle(path: Path) -> Bundle:
     sealed.require_whole()
     problems = [p for name in sorted(sealed.files) for p in sealed.presence(name)] or sealed.small_problems()
     files = {name: Local(path / name, size, digest) for name, (size, digest) in sealed.files.items()}
-    files |= {n: _local(path / n) for n in (manifest.NAME, provenance.NAME) if (path / n).is_file()}
+    files[manifest.NAME] = _local(path / manifest.NAME)
     for rows, wrong in (_kernels(sealed), _drafts(path), _tuning(path)):
         files |= rows
         problems += wrong
     present = {str(p.relative_to(path)): p.stat().st_size for p in path.rglob("*") if not p.is_dir()}
     problems += limits(path, present)
-    problems += [f"{path / n}: is no part of the artifact; move it away" for n in sorted(set(present) - set(files))]
+    # Who converted, where and by which command is nobody else's business.
+    strangers = sorted(set(present) - set(files) - {provenance.NAME})
+    problems += [f"{path / n}: is no part of the artifact; move it away" for n in strangers]
     if not any(fnmatch(n, glob) for n in files for glob in LICENCE_GLOBS):
         problems.append(
             f"{path}: has no {' or '.join(LICENCE_GLOBS)}; weights must not be published without their licence"

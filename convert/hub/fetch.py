@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from convert import provenance
 from convert.hub.transfer import Place, download, stream
 from convert.hub.tree import Local, Remote, Tree, commit_of, git_blob, tree
 from convert.hub.wait import HubError, refusals
@@ -74,9 +73,9 @@ def fetch(wanted: Wanted, out: Path, progress: Told = lambda n, total: None) -> 
         progress(already, total)
         missing = {n: f for n, f in files.items() if n not in here}
         _download(papers, missing, lambda n: progress(n, total))
-        small = [n for n in found if n == provenance.NAME or n.startswith("tuning/")]
-        for name in small:
-            papers.read(name)
+        for name in found:
+            if name.startswith("tuning/"):
+                papers.read(name)
         papers.write(out)
     return Fetched(out=out, commit=commit, ranks=ranks, files=len(files), nbytes=total, already=already)
 
