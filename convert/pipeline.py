@@ -114,6 +114,7 @@ def ordered(jobs: Sequence[Job], part: Part | None) -> list[Job]:
 def last(plan: Plan, source: Source, out: Path, journal: Journal, command: str) -> tuple[dict[str, str], int, int]:
     """Seals if every job is finished: logical digests, zero scales, and the jobs that others are still to finish."""
     if (out / manifest.NAME).exists():
+        journal.remove()
         return dict(manifest.read(out)["logical"]), 0, 0
     records = {j.number: r for j in plan.jobs if (r := journal.finished(j)) is not None}
     zero = sum(r["zero_scales"] for r in records.values())

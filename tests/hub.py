@@ -34,7 +34,8 @@ ROOT = Path(__file__).parent.parent
 class Fault:
     """What happens to the first `times` requests, after `skip` others, whose `METHOD path` the pattern is found in.
 
-    status: this answer with these headers. cut: half the body, then nothing. flip: one bit of the body is another.
+    status: this answer with these headers. cut: half the body, then nothing. drop: half the request's body is read,
+    then nothing. flip: one bit of the body is another, of a PUT the one that arrives.
     then: called first; it may kill someone.
     """
 
@@ -44,6 +45,7 @@ class Fault:
     status: int | None = None
     headers: dict[str, str] = field(default_factory=dict)
     cut: bool = False
+    drop: bool = False
     flip: bool = False
     then: Callable[[], object] | None = None
 
@@ -148,9 +150,13 @@ class Handler(BaseHTTPRequestHandler):
         self.begin()
 
     def begin(self) -> None:
-        self.body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        path = unquote(self.path.split("?")[0])
+        path, size = unquote(self.path.split("?")[0]), int(self.headers.get("Content-Length") or 0)
         self.broken = self.server.fault(f"{self.command} {path}")
+        if self.broken is not None and self.broken.drop:
+            self.rfile.read(size // 2)
+            self.close_connection = True
+            return
+        self.body = self.rfile.read(size)
         if self.broken is not None and self.broken.then is not None:
             self.broken.then()
         if self.broken is not None and self.broken.status is not None:
@@ -214,6 +220,8 @@ class Handler(BaseHTTPRequestHandler):
     def object(self, oid: str) -> None:
         """An LFS object, on the host that the redirect names."""
         if self.command == "PUT":
+            if self.broken is not None and self.broken.flip:
+                self.body = self.body[:-1] + bytes([self.body[-1] ^ 1])
             if hashlib.sha256(self.body).hexdigest() != oid:
                 return self.answer(400, b"")
             self.server.lfs[oid] = self.body

@@ -12,9 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from convert.cli import main
-from convert.pipeline import convert, job_bytes, ordered
+from convert.pipeline import convert, job_bytes, last, ordered
 from convert.readers.safetensors_dir import SafetensorsDir
 from convert.shard.journal import FOLDER, Journal
+from specs import manifest
 from specs.errors import OutputError, PlanError
 from tests.lab import converted, planned, tree
 
@@ -112,6 +113,22 @@ def test_what_others_hold_is_left_to_them(demo: Path, tmp_path: Path) -> None:
     assert not (out / made.jobs[3].files["rank", 0].path).exists()
     other.close()
     assert convert(made, source, out, 2, part=(1, 2)).logical and not (out / FOLDER).exists()
+
+
+def test_a_part_that_was_away_while_another_sealed_does_nothing_more(demo: Path, tmp_path: Path) -> None:
+    """Whether the other has already cleared the journal away, is just doing so, or was killed before it did."""
+    made, source, out = planned(demo, PART_BYTES, **MESH), SafetensorsDir(demo), tmp_path / "a"
+    away = [Journal(out, f"{made.digest}\n{source.state}\n", shared=True) for _ in range(2)]
+    assert convert(made, source, out, 2, part=(1, 2)).logical
+    before = tree(out)
+    assert not away[0].take(made.jobs[0])
+    with away[0].sealing():
+        assert last(made, source, out, away[0], "")[0] == manifest.read(out)["logical"]
+    (out / FOLDER).mkdir()
+    assert not any(away[1].take(job) for job in made.jobs)
+    with away[1].sealing():
+        assert last(made, source, out, away[1], "")[2] == 0
+    assert tree(out) == before
 
 
 def child(demo: Path, out: Path, index: int, count: int) -> "subprocess.Popen[str]":

@@ -168,6 +168,7 @@ def test_faults_of_the_hub_are_waited_for(server: Hub, sealed: Path) -> None:
         Fault(COMMIT, skip=2, times=2, status=503),
         Fault(COMMIT, skip=3, cut=True),
         Fault("PUT /lfs", skip=2, times=2, status=503),
+        Fault("PUT /lfs", skip=5, times=2, drop=True),
         Fault("GET .*/tree/", skip=3, cut=True),
         Fault("POST .*/preupload", skip=1, status=500),
         Fault("POST .*/tag", status=504),
@@ -178,7 +179,7 @@ def test_faults_of_the_hub_are_waited_for(server: Hub, sealed: Path) -> None:
     assert files_of(server.repos[REPO]) == tree(sealed)
     first, second = server.asked(COMMIT)[:2]
     assert second - first >= 2
-    assert len(server.asked("PUT /lfs")) == len(server.lfs) + 2
+    assert len(server.asked("PUT /lfs")) == len(server.lfs) + 4
 
 
 def test_a_hub_that_goes_on_failing_is_said_plainly(server: Hub, sealed: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,6 +191,15 @@ def test_a_hub_that_goes_on_failing_is_said_plainly(server: Hub, sealed: Path, m
     server.faults = [Fault(COMMIT, status=403)]
     with pytest.raises(HubError, match="your token may not do that"):
         publish(sealed, REPO)
+
+
+def test_bytes_that_arrive_wrong_are_refused_and_a_rerun_sends_them(server: Hub, sealed: Path) -> None:
+    server.faults = [Fault("PUT /lfs", skip=6, flip=True)]
+    with pytest.raises(HubError, match=r"the hub failed: .*400.*run the same command again"):
+        publish(sealed, REPO)
+    assert "manifest.json" not in server.repos[REPO].files
+    publish(sealed, REPO)
+    assert files_of(server.repos[REPO]) == tree(sealed)
 
 
 @pytest.mark.parametrize("commits", [0, 3, 6])

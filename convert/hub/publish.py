@@ -124,8 +124,6 @@ def _create(repo: str, private: bool) -> None:
 
 def _send(repo: str, label: str, files: Mapping[str, Local], progress: Callable[[int], None]) -> None:
     """One commit with what is missing. Asked anew each time: a commit may have arrived whose answer was lost."""
-    from huggingface_hub import HfApi
-
     additions: dict[str, CommitOperationAdd] = {}
 
     def attempt() -> None:
@@ -134,10 +132,24 @@ def _send(repo: str, label: str, files: Mapping[str, Local], progress: Callable[
             additions.update(_additions(missing))
         if missing:
             log.info("%s: %s: %d files", repo, label, len(missing))
-            HfApi().create_commit(repo, [additions[n] for n in missing], commit_message=f"Add {label}")
+            _commit(repo, label, [additions[n] for n in missing])
 
     patiently(attempt, f"{repo}: {label}")
     progress(sum(f.size for f in files.values()))
+
+
+def _commit(repo: str, label: str, additions: "list[CommitOperationAdd]") -> None:
+    from huggingface_hub import HfApi, errors
+
+    try:
+        HfApi().create_commit(repo, additions, commit_message=f"Add {label}")
+    except RuntimeError as e:
+        # What the client makes of an upload's error: HTTP is behind it, or nothing that is known here.
+        if isinstance(e.__cause__, errors.HTTPError):  # type: ignore[attr-defined]
+            raise e.__cause__ from e
+        raise HubError(
+            f"{repo}: {label}: sending failed: {e}; run the same command again, it goes on from there"
+        ) from e
 
 
 def _additions(files: Mapping[str, Local]) -> "dict[str, CommitOperationAdd]":

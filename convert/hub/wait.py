@@ -83,6 +83,7 @@ def refusals(repo: str) -> Iterator[None]:
         status = getattr(getattr(e, "response", None), "status_code", None)
         if status in (401, 403):
             raise HubError(f"{repo}: your token may not do that; `hf auth login` with one that may") from e
+        told = "" if status is None else f"{status}: "
         raise HubError(
-            f"{repo}: the hub failed: {str(e).splitlines()[0]}; run the same command again, it goes on from there"
+            f"{repo}: the hub failed: {told}{str(e).splitlines()[0]}; run the same command again, it goes on from there"
         ) from e

@@ -14,6 +14,7 @@ from typing import Any
 
 from convert.shard.plan import Job
 from convert.shard.writer import UNFINISHED, output_errors, write_file
+from specs import manifest
 from specs.errors import OutputError, PlanError
 
 FOLDER = ".convert"
@@ -84,16 +85,10 @@ class Journal:
         """Whether the job is this process's to do: neither finished nor in another's hands."""
         if not self.shared:
             return True
-        try:
-            handle = lock(self.folder / f"job-{job.number:03d}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OutputError:
-            if self.folder.is_dir():
-                raise
-            # Another process has sealed the artifact meanwhile.
+        if (handle := self._inside(f"job-{job.number:03d}.lock", fcntl.LOCK_EX | fcntl.LOCK_NB)) is None:
             return False
-        if handle is None:
-            return False
-        if self.finished(job) is not None:
+        # Whoever sealed clears the records away; the manifest was there before they went.
+        if self.finished(job) is not None or (self.out / manifest.NAME).exists():
             os.close(handle)
             return False
         for file in job.files.values():
@@ -112,14 +107,21 @@ class Journal:
     @contextmanager
     def sealing(self) -> Iterator[None]:
         """One process at a time; the last one finds every job finished, or the artifact already sealed."""
-        handle = None
-        if self.shared and self.folder.is_dir():
-            handle = lock(self.folder / "seal", fcntl.LOCK_EX)
+        handle = self._inside("seal", fcntl.LOCK_EX) if self.shared else None
         try:
             yield
         finally:
             if handle is not None:
                 os.close(handle)
+
+    def _inside(self, name: str, how: int) -> int | None:
+        """A lock in the folder; None if another process has it, or has sealed the artifact and removed the folder."""
+        try:
+            return lock(self.folder / name, how)
+        except OutputError:
+            if self.folder.is_dir():
+                raise
+            return None
 
     def finished(self, job: Job) -> dict[str, Any] | None:
         """The record of a job whose files are all there at their full size, else None: the job is done again.
