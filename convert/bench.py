@@ -1,19 +1,21 @@
 """Convert throughput against `cp` of the same files: `python -m convert.bench`.
 
-A full-geometry checkpoint (layer 0, one or more mixture-of-experts layers, embedding, head, vision tower) is converted
-and copied in alternating rounds. Cold: the page cache is dropped before each, and every file is fsynced after, in
-both. Warm: the source was just read. A speed is printed only if the artifact proves equal to the source.
+A checkpoint of full-size matrices (layer 0, one or more mixture-of-experts layers, embedding, head, vision tower) is
+converted and copied in alternating rounds, every file fsynced in both. Cold: the page cache is dropped before each.
+Warm: the source was just read. A speed is printed only if the artifact proves equal to the source.
 """
 
 import json
 import os
 import platform
+import shlex
 import shutil
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from convert.demo.checkpoint import write_demo
 from convert.demo.geometry import k26
 
 PHASES = ("read", "check", "repack", "hash", "write", "sync")
+RESULTS = Path("benchmarks/results")
 Row = dict[str, Any]
 
 
@@ -48,7 +51,7 @@ def copy(model: Path, out: Path) -> float:
 
 
 def convert(model: Path, out: Path, workers: int, mesh: list[str]) -> Row:
-    """One conversion in a process of its own; its report, with wall seconds from outside."""
+    """One conversion in a process of its own; its report, and seconds from outside: with Python's and torch's start."""
     command = [
         sys.executable,
         "-m",
@@ -65,6 +68,7 @@ def convert(model: Path, out: Path, workers: int, mesh: list[str]) -> Row:
     begin = time.perf_counter()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     report: Row = json.loads(done.stdout)
+    del report["artifact"]
     return {**report, "process_seconds": time.perf_counter() - begin}
 
 
@@ -87,12 +91,25 @@ def rounds(model: Path, scratch: Path, workers: int, mesh: list[str], count: int
                 shutil.rmtree(folder, ignore_errors=True)
             os.sync()
             if cold:
-                row["dropped"] = drop_caches()
+                drop_caches()
             if kind == "cp":
                 row["cp_seconds"] = copy(model, copied)
             else:
                 row["report"] = convert(model, out, workers, mesh)
         yield row
+
+
+def groups(
+    model: Path, scratch: Path, workers: list[int], mesh: list[str], count: int, cold: bool
+) -> Iterator[list[Row]]:
+    """One run of each number of workers but the last, which races cp: warm, and cold if asked."""
+    out = scratch / "artifact"
+    for number in workers[:-1]:
+        shutil.rmtree(out, ignore_errors=True)
+        report = convert(model, out, number, mesh)
+        yield [{"cold": False, "workers": number, "mesh": " ".join(mesh), "report": report}]
+    for state in (False, True) if cold else (False,):
+        yield list(rounds(model, scratch, workers[-1], mesh, count, state))
 
 
 def summary(rows: list[Row], size: int) -> Row:
@@ -107,6 +124,8 @@ def summary(rows: list[Row], size: int) -> Row:
         "rounds": len(rows),
         "convert_seconds": seconds,
         "convert_gb_s": gigabytes / seconds,
+        "process_seconds": statistics.median(r["process_seconds"] for r in reports),
+        "cores_busy": statistics.median(sum(r["core_seconds"].values()) / r["seconds"] for r in reports),
         "peak_memory_bytes": max(r["peak_memory_bytes"] for r in reports),
         "core_seconds_per_gb": {
             p: statistics.median(r["core_seconds"].get(p, 0.0) for r in reports) / gigabytes for p in PHASES
@@ -115,21 +134,24 @@ def summary(rows: list[Row], size: int) -> Row:
     if "cp_seconds" in rows[0]:
         cp = statistics.median(r["cp_seconds"] for r in rows)
         out |= {"cp_seconds": cp, "cp_gb_s": gigabytes / cp, "speed_against_cp": cp / seconds}
+        out["with_start_against_cp"] = cp / out["process_seconds"]
     return out
 
 
 def text(groups: list[Row], facts: Row) -> str:
-    head = ["state", "mesh", "workers", "convert GB/s", "cp GB/s", "of cp", "peak GB", *(f"{p} s/GB" for p in PHASES)]
+    head = ["state", "mesh", "workers", "convert GB/s", "cp GB/s", "of cp", "with start", "cores busy", "peak GB"]
+    head += [f"{p} s/GB" for p in PHASES]
     rows = [head]
     for g in groups:
-        cp = [f"{g['cp_gb_s']:.2f}", f"{g['speed_against_cp']:.2f}"] if "cp_gb_s" in g else ["-", "-"]
+        keys = ("cp_gb_s", "speed_against_cp", "with_start_against_cp")
         rows.append(
             [
                 "cold" if g["cold"] else "warm",
                 g["mesh"],
                 str(g["workers"]),
                 f"{g['convert_gb_s']:.2f}",
-                *cp,
+                *(f"{g[k]:.2f}" if k in g else "-" for k in keys),
+                f"{g['cores_busy']:.1f}",
                 f"{g['peak_memory_bytes'] / 1e9:.2f}",
                 *(f"{g['core_seconds_per_gb'][p]:.2f}" for p in PHASES),
             ]
@@ -140,16 +162,18 @@ def text(groups: list[Row], facts: Row) -> str:
         [
             f"# Convert throughput: {facts['cpu']}, {facts['cores']} cores",
             "",
-            f"{facts['date']}, Python {facts['python']}, torch {facts['torch']}. Source: {facts['source_gb']:.2f} GB, "
-            f"{facts['layers']} full-size layers "
-            "with embedding, head and vision tower, random words.",
+            f"{facts['date']}, Python {facts['python']}, torch {facts['torch']}, {facts['memory_gb']:.0f} GB memory; "
+            f"source and output on {facts['file_system']}. Source: {facts['source_gb']:.2f} GB, {facts['layers']} "
+            f"layers of {facts['experts']} experts with embedding, head and vision tower: full-size matrices of random "
+            "words.",
             f"Command: `{facts['command']}`. Medians of the rounds; "
             + (
                 "every mesh was proven bit for bit before it was timed."
                 if facts["proven"]
                 else "not proven in this run."
             ),
-            "Phase columns are core seconds per GB of source, summed over threads.",
+            "`with start` counts Python's and torch's start too. Phase columns are core seconds per GB of source,",
+            "summed over threads; `cores busy` is their sum by the seconds of the run.",
             "",
             *lines,
             "",
@@ -157,7 +181,13 @@ def text(groups: list[Row], facts: Row) -> str:
     )
 
 
-def machine(model: Path, layers: int, proven: bool) -> Row:
+def file_system(path: Path) -> str:
+    """Kind of the file system that holds a path."""
+    command = ["stat", "--file-system", "--format=%T", str(path)]
+    return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
+
+
+def machine(model: Path, layers: int, experts: int, proven: bool) -> Row:
     import torch
 
     names = [
@@ -171,9 +201,12 @@ def machine(model: Path, layers: int, proven: bool) -> Row:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "date": time.strftime("%Y-%m-%d"),
+        "memory_gb": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+        "file_system": file_system(model),
         "layers": layers,
+        "experts": experts,
         "proven": proven,
-        "command": "python -m convert.bench " + " ".join(sys.argv[1:]),
+        "command": "python -m convert.bench " + shlex.join(sys.argv[1:]).replace(str(model.parent), "SCRATCH"),
         "source_gb": sum(f.stat().st_size for f in model.glob("*.safetensors")) / 1e9,
     }
 
@@ -183,9 +216,10 @@ def machine(model: Path, layers: int, proven: bool) -> Row:
     "--scratch",
     type=click.Path(path_type=Path),
     default=Path("build/bench"),
-    help="Needs three times the source's size.",
+    help="Needs twice the source's size.",
 )
-@click.option("--layers", default=2, help="Full-size layers; the first is dense.")
+@click.option("--layers", default=2, help="Layers; the first is dense.")
+@click.option("--experts", default=384, help="Of every other layer. Fewer let more layers share the same room.")
 @click.option("--count", default=3, help="Rounds of each kind.")
 @click.option("--workers", default="", help="Comma-separated worker counts; the last one also races cp.")
 @click.option(
@@ -196,10 +230,11 @@ def machine(model: Path, layers: int, proven: bool) -> Row:
 )
 @click.option("--cold/--no-cold", default=True, help="Also with the page cache dropped before every run.")
 @click.option("--prove/--no-prove", default=True, help="Prove every mesh bit for bit first.")
-@click.option("--result", type=click.Path(path_type=Path), default=None, help="Where to write NAME.json and NAME.md.")
+@click.option("--result", type=click.Path(path_type=Path), default=None, help="NAME of NAME.json and NAME.md.")
 def main(
     scratch: Path,
     layers: int,
+    experts: int,
     count: int,
     workers: str,
     mesh: tuple[str, ...],
@@ -208,41 +243,30 @@ def main(
     result: Path | None,
 ) -> None:
     """Measure conversion on this machine."""
-    model, out = scratch / f"k2.6-{layers}", scratch / "artifact"
+    if cold and not (cold := drop_caches()):
+        click.echo("the page cache may not be dropped here: warm only", err=True)
+    model, out = scratch / f"k2.6-{layers}x{experts}", scratch / "artifact"
     if not (model / "model.safetensors.index.json").exists():
         shutil.rmtree(model, ignore_errors=True)
-        write_demo(model, k26(layers))
-    facts = machine(model, layers, prove)
+        write_demo(model, replace(k26(layers), experts=experts))
+    facts = machine(model, layers, experts, prove)
     size = int(facts["source_gb"] * 1e9)
     counts = [int(w) for w in workers.split(",")] if workers else [facts["cores"]]
-    groups: list[Row] = []
-    raw: list[Row] = []
     for flags in (m.split() for m in mesh if prove):
         shutil.rmtree(out, ignore_errors=True)
         convert(model, out, counts[-1], flags)
         check(model, out)
-    first = mesh[0].split()
-    for number in counts[:-1]:
-        shutil.rmtree(out, ignore_errors=True)
-        rows: list[Row] = [
-            {"cold": False, "workers": number, "mesh": mesh[0], "report": convert(model, out, number, first)}
-        ]
-        groups.append(summary(rows, size))
-        raw += rows
-    for state in (False, True) if cold else (False,):
-        rows = list(rounds(model, scratch, counts[-1], first, count, state))
-        groups.append(summary(rows, size))
-        raw += rows
+    measured = list(groups(model, scratch, counts, mesh[0].split(), count, cold))
+    summaries = [summary(rows, size) for rows in measured]
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(scratch / "copy", ignore_errors=True)
-    shown = text(groups, facts)
+    shown = text(summaries, facts)
     click.echo(shown)
-    if result is not None:
-        result.parent.mkdir(parents=True, exist_ok=True)
-        result.with_suffix(".json").write_text(
-            json.dumps({"machine": facts, "groups": groups, "rounds": raw}, indent=1) + "\n"
-        )
-        result.with_suffix(".md").write_text(shown)
+    result = result or RESULTS / f"convert-{facts['cores']}core"
+    result.parent.mkdir(parents=True, exist_ok=True)
+    written = {"machine": facts, "groups": summaries, "rounds": [row for rows in measured for row in rows]}
+    result.with_suffix(".json").write_text(json.dumps(written, indent=1) + "\n")
+    result.with_suffix(".md").write_text(shown)
 
 
 if __name__ == "__main__":
