@@ -28,7 +28,7 @@ def publish(artifact: Path, repo: str, private: bool, dry_run: bool, tag: str | 
     First the whole artifact is looked at: the hub's limits, the licence, files that do not belong. Then one commit a
     folder, every file hashed before it is sent; the manifest comes last, so that an unfinished repository is no
     artifact. At the end the digests that the hub lists are compared with the manifest. An interrupted publication goes
-    on where it stopped when the same command runs again.
+    on where it stopped when the same command runs again. provenance.json with host, paths and command is not sent.
     """
     from convert.hub.publish import publish as run
     from convert.progress import Progress
