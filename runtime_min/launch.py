@@ -3,10 +3,12 @@
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.multiprocessing as mp
@@ -74,8 +76,21 @@ def ops_of(name: str, artifact: Artifact, how: Settings) -> Ops:
     return triton_ops(Jit())
 
 
-def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: str | None) -> Any:
-    """One rank: check, load, join the others, do the task."""
+def facts(run: Run, artifact: Artifact, how: Settings, name: str, kernels: object) -> dict[str, str]:
+    """What every rank must have alike. Where the artifact lies may differ from host to host."""
+    return {
+        "artifact": str(artifact.manifest["digest"]),
+        "kernels": getattr(kernels, "digest", type(kernels).__name__),
+        "ops": name,
+        "dtype": str(how.dtype),
+        "inner epsilon": str(how.inner_eps),
+        "torch": torch.__version__,
+    }
+
+
+@contextmanager
+def loaded(run: Run, rank: int, world: int, init: str | None) -> Iterator[tuple[Decoder, Artifact]]:
+    """One rank's model: checked, joined with the others, agreed, loaded."""
     chosen, name = settings(run, rank, world)
     artifact = Artifact.open(run.artifact, rank, verify=run.verify)
     ranks.check(artifact.mesh, rank, world)
@@ -85,14 +100,22 @@ def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: st
         torch.set_num_threads(max(1, torch.get_num_threads() // world))
     group = ranks.join(artifact.mesh, rank, world, chosen.device, init)
     try:
-        model = Decoder.load(artifact, ops_of(name, artifact, chosen), group, chosen)
+        ops = ops_of(name, artifact, chosen)
+        group.agree(facts(run, artifact, chosen, name, ops.kernels))
+        model = Decoder.load(artifact, ops, group, chosen)
         if run.check and name == "triton" and chosen.device.type == "cuda":
             seconds = require(model)
             if rank == 0:
                 sys.stderr.write(f"self-check: every kernel agrees with its definition, {seconds:.1f} s\n")
-        return task(model, artifact, argument)
+        yield model, artifact
     finally:
         ranks.leave()
+
+
+def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: str | None) -> Any:
+    """One rank: check, load, join the others, do the task."""
+    with loaded(run, rank, world, init) as (model, artifact):
+        return task(model, artifact, argument)
 
 
 def _child(rank: int, run: Run, task: Task, argument: Any, world: int, init: str, results: Any) -> None:
@@ -105,6 +128,61 @@ def _child(rank: int, run: Run, task: Task, argument: Any, world: int, init: str
         raise
 
 
+def world_of(run: Run) -> int:
+    """How many processes an artifact wants; everything wrong with it or the devices is found here, once."""
+    world = Mesh(**manifest.read(run.artifact)["mesh"]).world
+    settings(run, 0, world)
+    return world
+
+
+class Processes:
+    """Every rank of an artifact as a process of this machine. None outlives another that failed, nor this object."""
+
+    def __init__(self, run: Run, task: Task, argument: Any, world: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.results = mp.get_context("spawn").SimpleQueue()
+        self.got: dict[int, Any] = {}
+        arguments = (run, task, argument, world, f"file://{self.folder.name}/store", self.results)
+        context: Any = mp.spawn(_child, arguments, nprocs=world, join=False)  # type: ignore[attr-defined, no-untyped-call]
+        self.processes = list(context.processes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def sentinels(self) -> list[int]:
+        """What becomes ready when a process ends."""
+        return [p.sentinel for p in self.processes]
+
+    def alive(self) -> bool:
+        """Are there processes left? Raises the InputError of a rank, or RanksError for one that died."""
+        while not self.results.empty():
+            rank, good, value = self.results.get()
+            if not good:
+                self.kill()
+                raise value
+            self.got[rank] = value
+        codes = {rank: p.exitcode for rank, p in enumerate(self.processes)}
+        dead = {rank: code for rank, code in codes.items() if code}
+        if dead:
+            # The others fail because one was killed: name that one.
+            rank = min(dead, key=lambda r: (dead[r] > 0, r))
+            how = f"was killed by signal {-dead[rank]}" if dead[rank] < 0 else "failed, as told above"
+            self.kill()
+            raise ranks.RanksError(f"rank {rank} of {len(codes)} {how}; the others were ended, start again")
+        return any(code is None for code in codes.values())
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
 def launch(run: Run, task: Task, argument: Any, under_torchrun: tuple[int, int] | None = None) -> Any:
     """Runs `task(decoder, artifact, argument)` on every rank and returns rank 0's result.
 
@@ -112,29 +190,10 @@ def launch(run: Run, task: Task, argument: Any, under_torchrun: tuple[int, int] 
     """
     if under_torchrun is not None:
         return execute(run, task, argument, *under_torchrun, init=None)
-    world = Mesh(**manifest.read(run.artifact)["mesh"]).world
-    # Everything wrong with the files or the mesh is found once, here, before any process starts.
-    settings(run, 0, world)
+    world = world_of(run)
     if world == 1:
         return execute(run, task, argument, 0, 1, None)
-    ranks.check(Mesh(**manifest.read(run.artifact)["mesh"]), 0, world)
-    with tempfile.TemporaryDirectory() as folder:
-        results = mp.get_context("spawn").SimpleQueue()
-        arguments = (run, task, argument, world, f"file://{folder}/store", results)
-        context: Any = mp.spawn(_child, arguments, nprocs=world, join=False)  # type: ignore[attr-defined, no-untyped-call]
-        got: dict[int, Any] = {}
-        while not context.join(timeout=0.1):
-            _drain(results, got, context)
-        _drain(results, got, context)
-    return got.get(0)
-
-
-def _drain(results: Any, got: dict[int, Any], context: Any) -> None:
-    """Results that have arrived; the first error ends every other rank."""
-    while not results.empty():
-        rank, good, value = results.get()
-        if not good:
-            for process in context.processes:
-                process.kill()
-            raise value
-        got[rank] = value
+    with Processes(run, task, argument, world) as running:
+        while running.alive():
+            wait(running.sentinels, timeout=0.1)
+        return running.got.get(0)

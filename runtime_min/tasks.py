@@ -10,10 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime_min.artifact import Artifact
-from runtime_min.generate import PromptError, generate, score
+from runtime_min.core import Core, Event
+from runtime_min.engine import Engine
 from runtime_min.kernels.check import self_check
 from runtime_min.models.decoder import Decoder
 from runtime_min.sample import Sampling
+from runtime_min.scheduler import Bounds, Limits, Request
+from runtime_min.score import PromptError, score
 from runtime_min.text import ChatTemplate, Stream, Tokenizer
 
 
@@ -46,30 +49,39 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
     stops = (
         tokenizer.stop_ids if tokenizer is not None else frozenset(i for i in artifact.config.ids.eos if i is not None)
     )
-    sampling = Sampling(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
-    speaks = model.ranks.rank == 0
+    sampling = Sampling(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k, seed=wanted.seed)
+    request = Request(prompt=tuple(prompt), max_tokens=wanted.tokens, sampling=sampling, stops=stops)
+    context = min(model.dims.context, model.cos.shape[0])
+    Bounds(vocab=model.dims.vocab, context=context, cache_tokens=context).check(request)
+    core = Core(model, Limits(running=1, cache_tokens=len(prompt) + wanted.tokens, graphs=1))
+    if model.ranks.rank != 0:
+        core.follow()
+        return None
     stream = Stream(tokenizer) if tokenizer is not None else None
-    ids: list[int] = []
-    text = ""
-    for token in generate(model, prompt, tokens=wanted.tokens, sampling=sampling, seed=wanted.seed, stops=stops):
-        ids.append(token)
-        piece = "" if token in stops else (stream.feed(token) if stream is not None else f"{token} ")
-        text += piece
-        if speaks and wanted.stream:
+    text: list[str] = []
+
+    def told(piece: str) -> None:
+        text.append(piece)
+        if wanted.stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
-    rest = stream.flush() if stream is not None else ""
-    if speaks and wanted.stream:
-        sys.stdout.write(rest + "\n")
-        sys.stdout.flush()
-    finish = "stop" if ids and ids[-1] in stops else "length"
-    facts = {
-        "ids": ids,
-        "text": text + rest if stream is not None else None,
-        "finish_reason": finish,
+
+    def listen(_: int, event: Event) -> None:
+        for token in event.tokens:
+            if token not in stops:
+                told(stream.feed(token) if stream is not None else f"{token} ")
+
+    with Engine.over(core) as engine:
+        result = engine.generate([request], listen=listen)[0]
+    told((stream.flush() if stream is not None else "") + ("\n" if wanted.stream else ""))
+    if result.error is not None:
+        raise PromptError(f"{result.error}; is the artifact damaged?")
+    return {
+        "ids": result.ids,
+        "text": "".join(text) if stream is not None else None,
+        "finish_reason": result.finish,
         "prompt_tokens": len(prompt),
     }
-    return facts if speaks else None
 
 
 def prompt_ids(wanted: Generation, tokenizer: Tokenizer | None, artifact: Artifact) -> list[int]:

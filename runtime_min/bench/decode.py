@@ -10,10 +10,11 @@ import torch
 
 from runtime_min.kernels.compile import Alone
 from runtime_min.kernels.jit import Jit
-from runtime_min.kv import Batch, LatentCache, Sequence, batch
+from runtime_min.kv import Batch, LatentCache, batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_dims, random
 from runtime_min.ops import triton_ops
+from runtime_min.pages import Sequence
 from specs import manifest
 from specs.config import read_config
 from specs.dims import TextDims
@@ -79,7 +80,7 @@ def last_tokens(cache: LatentCache, sequences: int, context: int) -> Batch:
     work = []
     for i in range(sequences):
         sequence = Sequence()
-        cache.grow(sequence, context - 1)
+        cache.pool.grow(sequence, context - 1)
         sequence.length = context - 1
         work.append((sequence, [i]))
     return batch(cache, work)

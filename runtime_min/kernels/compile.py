@@ -18,10 +18,11 @@ from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.record import Recorder, Step, Variant, steps
-from runtime_min.kv import Sequence, batch
+from runtime_min.kv import batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_artifact
 from runtime_min.ops import triton_ops
+from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
 from specs.dims import TextDims
 from specs.mesh import Mesh
@@ -56,7 +57,7 @@ def take(model: Decoder, step: Step) -> None:
     work = []
     for queries, cached in step.sequences:
         sequence = Sequence()
-        cache.grow(sequence, cached - queries)
+        cache.pool.grow(sequence, cached - queries)
         sequence.length = cached - queries
         work.append((sequence, [0] * queries))
     model.forward(batch(cache, work), cache)
