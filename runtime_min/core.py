@@ -107,10 +107,10 @@ class Core:
         context = min(limits.context or model.dims.context, model.cos.shape[0])
         warm(model, limits.step_tokens)
         self.memory: MemoryPlan | None = measured(model, limits, context)
-        size = Pool(0).page_tokens
+        size = limits.page_tokens
         pages = -(-(limits.cache_tokens or HOST_TOKENS) // size) if self.memory is None else self.memory.pages
         pages = min(self.ranks.every(pages))
-        self.cache = model.cache(pages * size)
+        self.cache = model.cache(pages * size, size)
         pools = [self.cache.pool if g == self.ranks.group else Pool(pages, size) for g in range(self.ranks.groups)]
         self.schedulers = [Scheduler(pool, limits) for pool in pools]
         self.bounds = Bounds(vocab=model.dims.vocab, context=context, cache_tokens=pages * size)
@@ -170,16 +170,16 @@ class Core:
 
     def _launch(self) -> Flight | None:
         """Plans and starts a step of all groups."""
-        before = {a.id for s in self.schedulers for a in s.running}
         plans = [s.plan() for s in self.schedulers]
         if not any(plans):
             return None
         entries = [_entries(plan) for plan in plans]
         mine = plans[self.ranks.group]
         for a, _ in mine:
-            if a.id not in before and a.request.sampling.penalised and a.slot is not None:
+            if a.request.sampling.penalised and not a.counted and a.slot is not None:
                 n = len(a.request.prompt)
                 self.sampler.admit(a.slot, a.tokens[:n], a.tokens[n:])
+                a.counted = True
         logits = self._forward(plans)
         rows = [r for e in entries[self.ranks.group] for r in e.rows]
         tops = [r.sampling.logprobs for es in entries for e in es for r in e.rows if r.sampling.logprobs is not None]

@@ -61,13 +61,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """Sampling of n rows, on the device. seeds, positions [n] int64; knobs [n, 4] float64: temperature, top_k, top_p,
-    min_p. On the host: drawn, whether any row is not greedy, and filtered, whether any has top_k or top_p."""
+    """n rows that are drawn at random, on the device: seeds, positions [n] int64; knobs [n, 4] float64: temperature
+    (above 0), top_k, top_p, min_p. On the host: filtered, whether any row has top_k or top_p."""
 
     seeds: Tensor
     positions: Tensor
     knobs: Tensor
-    drawn: bool
     filtered: bool
 
 
@@ -91,9 +90,9 @@ def uniform(seeds: Tensor, positions: Tensor, count: int, stream: int = TOKEN) -
 
 
 def filtered(logits: Tensor, rows: Rows) -> Tensor:
-    """logits [n, V] -> float64 after temperature, -inf where a filter drops a token; greedy rows at temperature 1."""
+    """logits [n, V] -> float64 after temperature, -inf where a filter drops a token."""
     temperature, top_k, top_p, min_p = rows.knobs[:, :, None].unbind(1)
-    scaled = logits.double() / torch.where(temperature > 0, temperature, 1.0)
+    scaled = logits.double() / temperature
     least = scaled.amax(-1, keepdim=True) + min_p.log()
     if rows.filtered:
         ordered = scaled.sort(-1, descending=True).values
@@ -108,18 +107,14 @@ def filtered(logits: Tensor, rows: Rows) -> Tensor:
 
 
 def probabilities(logits: Tensor, rows: Rows) -> Tensor:
-    """The distribution [n, V] float64 that `choose` draws from at temperatures above 0."""
+    """The distribution [n, V] float64 that `draw` draws from."""
     return filtered(logits, rows).softmax(-1)
 
 
-def choose(logits: Tensor, rows: Rows, stream: int = TOKEN) -> Tensor:
-    """logits [n, V] -> ids [n] int64. Greedy rows take the first of equal maxima."""
-    best = logits.argmax(-1)
-    if not rows.drawn:
-        return best
+def draw(logits: Tensor, rows: Rows, stream: int = TOKEN) -> Tensor:
+    """logits [n, V] -> ids [n] int64."""
     noise = -(-uniform(rows.seeds, rows.positions, logits.shape[1], stream).log()).log()
-    drawn = (filtered(logits, rows) + noise).argmax(-1)
-    return torch.where(rows.knobs[:, 0] > 0, drawn, best)
+    return (filtered(logits, rows) + noise).argmax(-1)
 
 
 def penalised(logits: Tensor, counts: Tensor, seen: Tensor, weights: Tensor) -> Tensor:

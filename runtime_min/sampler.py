@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from runtime_min.kv import upload
-from runtime_min.sample import Rows, Sampling, choose, penalised
+from runtime_min.sample import Rows, Sampling, draw, penalised
 
 # A row of results: the token, whether all logits were finite, the log-probability, then the likeliest ids and theirs.
 FIXED = 3
@@ -69,7 +69,13 @@ class Sampler:
         )
         seeds, positions, slots, targets = upload(np.ascontiguousarray(whole.T), device).unbind(0)
         biased = self._biased(raw, rows, slots)
-        tokens = choose(biased, _rows(rows, seeds, positions, device))
+        # Greedy rows take the first of equal maxima.
+        tokens = biased.argmax(-1)
+        drawn = [i for i, r in enumerate(rows) if r.sampling.temperature > 0]
+        if drawn:
+            at = upload(np.array(drawn, np.int64), device)
+            picked = draw(biased[at], _rows([rows[i] for i in drawn], seeds[at], positions[at], device))
+            tokens = tokens.index_copy(0, at, picked)
         told = torch.where(targets >= 0, targets, tokens)
         found = agreed(_results(raw, tokens, finite, told, tops))
         tokens = found[:, 0].long()
@@ -109,6 +115,5 @@ def _rows(rows: list[Row], seeds: Tensor, positions: Tensor, device: torch.devic
         seeds=seeds,
         positions=positions,
         knobs=upload(np.array(knobs, np.float64), device),
-        drawn=any(r.sampling.temperature > 0 for r in rows),
-        filtered=any(r.sampling.temperature > 0 and (r.sampling.top_k or r.sampling.top_p < 1) for r in rows),
+        filtered=any(r.sampling.top_k or r.sampling.top_p < 1 for r in rows),
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime_min.pages import Pool, Sequence, page_key
+from runtime_min.pages import PAGE_TOKENS, Pool, Sequence, page_key
 from runtime_min.sample import Sampling
 from specs.errors import InputError
 
@@ -58,7 +58,8 @@ class Limits:
 
     running: requests in a step; waiting: further ones before new ones are refused; step_tokens: tokens of all requests
     in a step; share: the least of them that a prompt gets, if there are any; cache_tokens: tokens in the cache, None
-    for what `memory` of the card leaves; graphs: decode steps up to this many tokens are captured, 0 for none.
+    for what `memory` of the card leaves; page_tokens: kernels compiled ahead of time know 64; context: the most tokens
+    of a request, None for the model's; graphs: decode steps up to this many tokens are captured, 0 for none.
     """
 
     running: int = 64
@@ -66,6 +67,7 @@ class Limits:
     step_tokens: int = 2048
     share: int = 256
     cache_tokens: int | None = None
+    page_tokens: int = PAGE_TOKENS
     context: int | None = None
     memory: float = 0.92
     graphs: int = 64
@@ -110,7 +112,8 @@ class Bounds:
 class Active:
     """A request under way. tokens: prompt and output as far as the host has read them; pending: sampled on the device
     and not read yet; committed: its first pages that are in the prefix cache; cached: prompt tokens that came from
-    there at first; scored: prompt tokens after the first whose log-probability was reported."""
+    there at first; scored: prompt tokens after the first whose log-probability was reported; counted:
+    its slot holds the counts that penalties need."""
 
     id: int
     request: Request
@@ -123,6 +126,7 @@ class Active:
     slot: int | None = None
     cached: int | None = None
     scored: int = 0
+    counted: bool = False
     done: bool = False
 
     @property
@@ -234,7 +238,7 @@ class Scheduler:
         self.pool.release(a.sequence)
         if a.slot is not None:
             self.slots.append(a.slot)
-        a.slot, a.committed = None, 0
+        a.slot, a.committed, a.counted = None, 0, False
 
     def commit(self, a: Active, length: int) -> None:
         """The first `length` tokens of a running request are final, and so are the pages that they fill."""

@@ -9,6 +9,7 @@ from runtime_min.artifact import Artifact, Stored
 from runtime_min.kv import FEW_QUERIES, Batch, LatentCache, Part
 from runtime_min.models.rope import softmax_scale, tables
 from runtime_min.ops import MoeShape, Ops
+from runtime_min.pages import PAGE_TOKENS
 from runtime_min.ranks import Ranks
 from specs.dims import TextDims
 from specs.mesh import cut
@@ -130,10 +131,10 @@ class Decoder:
         norms = [weights[f"layers.{i}.{n}"].tensor for n in ("input_norm", "ffn_norm")]
         return norms[0], Attention(weights, i, self), norms[1], ffn
 
-    def cache(self, tokens: int) -> LatentCache:
+    def cache(self, tokens: int, page_tokens: int = PAGE_TOKENS) -> LatentCache:
         """A latent cache for `tokens` tokens over all sequences."""
         d = self.dims
-        return LatentCache(d.layers, tokens, d.kv_a, self.settings.dtype, self.settings.device)
+        return LatentCache(d.layers, tokens, d.kv_a, self.settings.dtype, self.settings.device, page_tokens)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: LatentCache) -> Tensor:
