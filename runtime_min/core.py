@@ -7,7 +7,7 @@ reads it while that step runs. A request that turns out to have ended is in one 
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,60 +16,16 @@ from torch import Tensor
 from runtime_min.graphs import Graphs, sizes
 from runtime_min.kv import Batch, batch, upload
 from runtime_min.memory import HOST_TOKENS, MemoryPlan, measured
+from runtime_min.messages import Close, Command, Event, Finish, Logprob, Submit
 from runtime_min.models.decoder import Decoder
 from runtime_min.pages import Pool, Sequence
+from runtime_min.request import Bounds, Limits
 from runtime_min.sample import Sampling
 from runtime_min.sampler import FIXED, Row, Sampler
-from runtime_min.scheduler import Active, Bounds, Limits, Request, Scheduler
+from runtime_min.scheduler import Active, Scheduler
 from runtime_min.warm import warm
 
-Finish = Literal["stop", "length", "cancelled", "error"]
 Plan = list[tuple[Active, int]]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Logprob:
-    """A token, its log-probability, and the likeliest (token, log-probability) pairs at its place."""
-
-    token: int
-    logprob: float
-    top: tuple[tuple[int, float], ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Submit:
-    """A checked request under an id that grows from one to the next."""
-
-    id: int
-    request: Request
-    seed: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancel:
-    id: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Close:
-    """The last command."""
-
-
-Command = Submit | Cancel | Close
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
-    """News of one request: tokens, or log-probabilities of its prompt, or its end. cached: prompt tokens that came
-    from the prefix cache."""
-
-    id: int
-    tokens: tuple[int, ...] = ()
-    logprobs: tuple[Logprob, ...] = ()
-    scored: tuple[Logprob, ...] = ()
-    finish: Finish | None = None
-    error: str | None = None
-    cached: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

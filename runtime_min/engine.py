@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from runtime_min.core import Cancel, Close, Command, Core, Event, Finish, Logprob, Submit
+from runtime_min.core import Core
 from runtime_min.launch import Run, loaded, world_of
+from runtime_min.messages import Cancel, Close, Command, Event, Finish, Logprob, Submit
 from runtime_min.remote import Remote
+from runtime_min.request import Bounds, Limits, Request, RequestError
 from runtime_min.sample import Sampling
-from runtime_min.scheduler import Bounds, Limits, Request, RequestError
 from specs.errors import InputError
 
 

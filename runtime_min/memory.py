@@ -9,9 +9,10 @@ from runtime_min.graphs import sizes
 from runtime_min.kv import LatentCache, batch
 from runtime_min.models.decoder import Decoder
 from runtime_min.pages import Sequence
+from runtime_min.request import Limits
 from runtime_min.sample import Sampling
 from runtime_min.sampler import Row, Sampler
-from runtime_min.scheduler import SCORED, Limits
+from runtime_min.scheduler import SCORED
 from specs.errors import InputError
 
 # Tokens in the cache where nobody says, and no card limits them.

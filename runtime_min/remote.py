@@ -6,11 +6,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from runtime_min.artifact import Artifact
-from runtime_min.core import Close, Command, Core, Event
+from runtime_min.core import Core
 from runtime_min.launch import Processes, Run
+from runtime_min.messages import Close, Command, Event
 from runtime_min.models.decoder import Decoder
 from runtime_min.ranks import RanksError
-from runtime_min.scheduler import Bounds, Limits
+from runtime_min.request import Bounds, Limits
 
 # Seconds between two steps of an idle engine: the other ranks wait for rank 0 no longer than that.
 IDLE = 1.0

@@ -10,12 +10,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from runtime_min.artifact import Artifact
-from runtime_min.core import Core, Event
+from runtime_min.core import Core
 from runtime_min.engine import Engine
 from runtime_min.kernels.check import self_check
+from runtime_min.messages import Event
 from runtime_min.models.decoder import Decoder
+from runtime_min.request import Bounds, Limits, Request
 from runtime_min.sample import Sampling
-from runtime_min.scheduler import Bounds, Limits, Request
 from runtime_min.score import PromptError, score
 from runtime_min.text import ChatTemplate, Stream, Tokenizer
 

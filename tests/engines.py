@@ -17,8 +17,8 @@ from runtime_min.models.shapes import of_dims, random
 from runtime_min.ops import REF, Ops
 from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
+from runtime_min.request import Request
 from runtime_min.sample import Rows, draw
-from runtime_min.scheduler import Request
 from specs.dims import TextDims, Yarn
 from specs.mesh import Mesh
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runtime_min.core import Core, Event
+from runtime_min.core import Core
 from runtime_min.engine import Engine, EngineError
+from runtime_min.messages import Event
 from runtime_min.models.decoder import Decoder
+from runtime_min.request import Limits, Request, RequestError
 from runtime_min.sample import Sampling, SamplingError
-from runtime_min.scheduler import Limits, Request, RequestError, Scheduler
+from runtime_min.scheduler import Scheduler
 from tests.engines import DIMS, alone, held, tiny
 
 SMALL = Limits(running=6, step_tokens=24, share=8, cache_tokens=160, page_tokens=4)

@@ -22,7 +22,7 @@ from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF
 from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
-from runtime_min.scheduler import Limits
+from runtime_min.request import Limits
 from runtime_min.score import score
 from tests.lab import converted
 from tests.reference import dequantized, reference

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from runtime_min.pages import Pool
-from runtime_min.scheduler import Active, Limits, Media, Request, RequestError, Scheduler
+from runtime_min.request import Limits, Media, Request, RequestError
+from runtime_min.scheduler import Active, Scheduler
 
 
 class Device:

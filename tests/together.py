@@ -46,6 +46,9 @@ class Together(Ranks):
             total += part
         return x.copy_(total)
 
+    def sum_own(self, x: Tensor, rows: int, tokens: int) -> Tensor:
+        return self.sum(x)
+
     def join(self, x: Tensor) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), -1)
 

@@ -38,6 +38,21 @@ class Alone(Ranks):
     def join(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x] * self.mesh.tp, -1)
 
+    def agreed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def gather(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        return x if self.groups == 1 else x.new_zeros(self.groups * rows, x.shape[1])
+
+    def sum_own(self, x: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
+        return self.own(x, rows, tokens)
+
+    def shared(self, value: Any) -> Any:
+        return value
+
+    def every(self, value: Any) -> list[Any]:
+        return [value]
+
 
 def recorded(
     dims: TextDims, mesh: Mesh, weights: dict[str, Stored], dtype: torch.dtype, choose: Callable[[Problem], Any]
