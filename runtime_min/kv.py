@@ -32,6 +32,10 @@ class LatentCache:
         shape = (layers, (1 + self.pool.pages) * page_tokens, width)
         self.rows = torch.zeros(shape, dtype=dtype, device=device)
 
+    def grow(self, sequence: Sequence, tokens: int) -> None:
+        """Makes room for `tokens` more; CacheError if there are not enough pages."""
+        self.pool.grow(sequence, tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
@@ -88,7 +92,7 @@ def batch(
     spans: list[tuple[int, int]] = []
     slots: list[Array] = []
     for sequence, ids in work:
-        cache.pool.grow(sequence, len(ids))
+        cache.grow(sequence, len(ids))
         start, end = sequence.length, sequence.length + len(ids)
         at = np.arange(start, end)
         pages = np.array(sequence.pages[start // size : -(-end // size)])

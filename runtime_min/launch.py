@@ -15,9 +15,12 @@ import torch.multiprocessing as mp
 
 from runtime_min import ranks
 from runtime_min.artifact import Artifact
+from runtime_min.kernels import index
 from runtime_min.kernels.check import require
 from runtime_min.kernels.choose import kernels_of
+from runtime_min.kernels.cubin import Cubins
 from runtime_min.kernels.jit import Jit
+from runtime_min.kernels.launch import Kernels
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, Ops, triton_ops
 from specs import manifest
@@ -76,11 +79,13 @@ def ops_of(name: str, artifact: Artifact, how: Settings) -> Ops:
     return triton_ops(Jit())
 
 
-def facts(run: Run, artifact: Artifact, how: Settings, name: str, kernels: object) -> dict[str, str]:
+def facts(artifact: Artifact, how: Settings, name: str, kernels: Kernels | None) -> dict[str, str]:
     """What every rank must have alike. Where the artifact lies may differ from host to host."""
+    compiled = kernels.arch if isinstance(kernels, Cubins) else None
+    found = None if compiled is None else manifest.read_json(index.folder(artifact.path, compiled) / index.NAME)
     return {
         "artifact": str(artifact.manifest["digest"]),
-        "kernels": getattr(kernels, "digest", type(kernels).__name__),
+        "kernels": type(kernels).__name__ if found is None else str(found["digest"]),
         "ops": name,
         "dtype": str(how.dtype),
         "inner epsilon": str(how.inner_eps),
@@ -101,7 +106,7 @@ def loaded(run: Run, rank: int, world: int, init: str | None) -> Iterator[tuple[
     group = ranks.join(artifact.mesh, rank, world, chosen.device, init)
     try:
         ops = ops_of(name, artifact, chosen)
-        group.agree(facts(run, artifact, chosen, name, ops.kernels))
+        group.agree(facts(artifact, chosen, name, ops.kernels))
         model = Decoder.load(artifact, ops, group, chosen)
         if run.check and name == "triton" and chosen.device.type == "cuda":
             seconds = require(model)

@@ -61,7 +61,7 @@ class Ranks:
             dist.broadcast(x, self.group * self.mesh.tp, group=self.peers)
         return x
 
-    def gather(self, x: Tensor, rows: int) -> Tensor:
+    def brought(self, x: Tensor, rows: int) -> Tensor:
         """x [T, N] of every group, each filled up with zeros to `rows`, below each other: [groups * rows, N]."""
         if self.groups == 1:
             return x
@@ -72,7 +72,7 @@ class Ranks:
         return torch.cat(parts)
 
     def own(self, x: Tensor, rows: int, tokens: int) -> Tensor:
-        """This group's `tokens` rows of what `gather` laid out; a view."""
+        """This group's `tokens` rows of what `brought` laid out; a view."""
         return x if self.groups == 1 else x[self.group * rows : self.group * rows + tokens]
 
     def sum_own(self, x: Tensor, rows: int, tokens: int) -> Tensor:

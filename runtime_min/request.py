@@ -14,16 +14,19 @@ class RequestError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:
-    """Embeddings in place of token rows: features [n, hidden] for positions `position`.. of the prompt. digest: of the
-    content and how it was prepared, since the ids at these positions say nothing."""
+    """A picture in a prompt: `tokens` embeddings from `position` on, which each rank makes of `item` when it arrives.
+
+    digest: of the content and of how it was prepared, since the ids at these positions say nothing.
+    """
 
     position: int
+    tokens: int
     digest: bytes
-    features: Any
+    item: Any
 
     @property
     def end(self) -> int:
-        return self.position + len(self.features)
+        return self.position + self.tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,11 +74,12 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
-    """What any single request must keep to."""
+    """What any single request must keep to. sees: are pictures understood?"""
 
     vocab: int
     context: int
     cache_tokens: int
+    sees: bool = False
 
     def check(self, r: Request) -> None:
         """RequestError with every reason why this request can never run."""
@@ -88,6 +92,10 @@ class Bounds:
             bad = [i for i in ids if not 0 <= i < self.vocab]
             if bad:
                 problems.append(f"{name}: id {bad[0]} is outside the vocabulary 0..{self.vocab - 1}")
+        if r.media and not self.sees:
+            problems.append(f"media: {len(r.media)} pictures, but this engine runs without its vision part")
+        if any(not 0 <= m.position < m.end <= len(r.prompt) for m in r.media):
+            problems.append(f"media: reaches beyond the prompt of {len(r.prompt)} tokens")
         said = f"prompt of {len(r.prompt)} and {r.max_tokens} new tokens exceed the"
         if total > self.context:
             problems.append(f"{said} context of {self.context}")

@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from runtime_min.artifact import Artifact
 from runtime_min.core import Core
 from runtime_min.engine import Engine
+from runtime_min.generate import PromptError, check_ids, check_length, score
 from runtime_min.kernels.check import self_check
 from runtime_min.messages import Event
 from runtime_min.models.decoder import Decoder
-from runtime_min.request import Bounds, Limits, Request
+from runtime_min.request import Limits, Request
 from runtime_min.sample import Sampling
-from runtime_min.score import PromptError, score
 from runtime_min.text import ChatTemplate, Stream, Tokenizer
 
 
@@ -52,8 +52,8 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
     )
     sampling = Sampling(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k, seed=wanted.seed)
     request = Request(prompt=tuple(prompt), max_tokens=wanted.tokens, sampling=sampling, stops=stops)
-    context = min(model.dims.context, model.cos.shape[0])
-    Bounds(vocab=model.dims.vocab, context=context, cache_tokens=context).check(request)
+    check_ids(prompt, model.dims.vocab, "prompt")
+    check_length(model, len(prompt), wanted.tokens)
     core = Core(model, Limits(running=1, cache_tokens=len(prompt) + wanted.tokens, graphs=1))
     if model.ranks.rank != 0:
         core.follow()

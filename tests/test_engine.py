@@ -10,7 +10,7 @@ from runtime_min.core import Core
 from runtime_min.engine import Engine, EngineError
 from runtime_min.messages import Event
 from runtime_min.models.decoder import Decoder
-from runtime_min.request import Limits, Request, RequestError
+from runtime_min.request import Limits, Media, Request, RequestError
 from runtime_min.sample import Sampling, SamplingError
 from runtime_min.scheduler import Scheduler
 from tests.engines import DIMS, alone, held, tiny
@@ -180,6 +180,31 @@ def test_the_same_prompt_comes_from_the_cache_and_a_seed_repeats() -> None:
     assert one.generate([prompt], Sampling(temperature=1.0, seed=12), max_tokens=8)[0].ids != first.ids
     other = one.generate([(*prompt[:9], 77, *prompt[10:])], max_tokens=1)[0]
     assert other.cached == 8
+
+
+def test_pictures_stand_in_for_tokens_in_every_chunk_and_are_told_apart_in_the_cache() -> None:
+    """Embeddings of other tokens, handed in as pictures, give what those tokens give."""
+    model = tiny()
+    one = Engine.over(Core(model, replace(SMALL, cache_tokens=400, step_tokens=10), encode=torch.cat))
+
+    def asked(place: int, ids: list[int], digest: bytes = b"") -> tuple[Request, Request]:
+        prompt = tuple(range(40, 70))
+        media = Media(position=place, tokens=len(ids), digest=digest or bytes(ids), item=model.embed[ids])
+        seen = (*prompt[:place], *ids, *prompt[place + len(ids) :])
+        return Request(prompt=prompt, max_tokens=4, media=(media,)), Request(prompt=seen, max_tokens=4)
+
+    pairs = [asked(*a) for a in ((0, [1, 2]), (7, list(range(12))), (7, list(range(20, 32))), (27, [5, 6, 7]))]
+    want = [alone(model, text, 0) for _, text in pairs]
+    assert [r.ids for r in one.generate([p for p, _ in pairs])] == want
+    again = one.generate([p for p, _ in pairs])
+    assert [r.ids for r in again] == want and [r.cached for r in again] == [28, 28, 28, 28]
+    assert one.generate([asked(27, [5, 6, 8])[0]])[0].cached == 24
+    wrong, _ = asked(3, [1, 2])
+    wrong = replace(wrong, media=(replace(wrong.media[0], tokens=3),))
+    result = one.generate([wrong, pairs[0][0]])
+    assert result[0].error == "pictures: 3 tokens, they make 2" and result[1].ids == want[0]
+    with pytest.raises(RequestError, match="runs without its vision part"):
+        engine().submit(pairs[0][0])
 
 
 def test_a_long_prompt_delays_nobody() -> None:

@@ -17,13 +17,13 @@ from convert.demo.geometry import TINY, Geometry
 from runtime_min.artifact import Artifact
 from runtime_min.core import Core
 from runtime_min.engine import Engine
+from runtime_min.generate import score
 from runtime_min.kv import batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF
 from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
 from runtime_min.request import Limits
-from runtime_min.score import score
 from tests.lab import converted
 from tests.reference import dequantized, reference
 

@@ -113,7 +113,7 @@ def test_the_youngest_gives_way_and_comes_back_by_its_prefix() -> None:
 
 def test_pictures_are_part_of_a_page_s_content() -> None:
     def key(digest: bytes, position: int) -> list[bytes]:
-        media = (Media(position=position, digest=digest, features=[0] * 3),)
+        media = (Media(position=position, tokens=3, digest=digest, item=None),)
         return Active(0, Request(prompt=(7,) * 8, media=media), 0, [7] * 8).keys_up_to(2, 4)
 
     a, b, late, across = key(b"a", 0), key(b"b", 0), key(b"a", 4), key(b"a", 2)

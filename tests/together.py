@@ -38,7 +38,7 @@ class Meeting:
 class Together(Ranks):
     """Ranks whose peers are threads of this process. Sums are in the dtype of their terms, one rank after another."""
 
-    meeting: Meeting
+    meeting: Meeting = field(kw_only=True)
 
     def sum(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x)
@@ -62,7 +62,7 @@ def together(mesh: Mesh, work: Callable[[Ranks], T]) -> list[T]:
 
     def one(rank: int) -> T:
         try:
-            return work(Together(rank, mesh, meeting))
+            return work(Together(rank, mesh, meeting=meeting))
         except BaseException:
             meeting.barrier.abort()
             raise

@@ -80,7 +80,7 @@ def last_tokens(cache: LatentCache, sequences: int, context: int) -> Batch:
     work = []
     for i in range(sequences):
         sequence = Sequence()
-        cache.pool.grow(sequence, context - 1)
+        cache.grow(sequence, context - 1)
         sequence.length = context - 1
         work.append((sequence, [i]))
     return batch(cache, work)

@@ -41,7 +41,7 @@ class Alone(Ranks):
     def agreed(self, x: torch.Tensor) -> torch.Tensor:
         return x
 
-    def gather(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+    def brought(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         return x if self.groups == 1 else x.new_zeros(self.groups * rows, x.shape[1])
 
     def sum_own(self, x: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def take(model: Decoder, step: Step) -> None:
     work = []
     for queries, cached in step.sequences:
         sequence = Sequence()
-        cache.pool.grow(sequence, cached - queries)
+        cache.grow(sequence, cached - queries)
         sequence.length = cached - queries
         work.append((sequence, [0] * queries))
     model.forward(batch(cache, work), cache)

@@ -12,7 +12,6 @@ from runtime_min.kernels import index
 from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.launch import Launch, Problem
 from runtime_min.kernels.record import Variant, variant
-from specs import manifest
 
 MAX_DYNAMIC_SHARED = 8
 STATIC_LIMIT = 48 << 10
@@ -60,7 +59,6 @@ class Cubins:
 
     def __init__(self, artifact: Path, arch: str, weights: str, choose: Callable[[Problem], Any]) -> None:
         self.artifact, self.arch, self.pick = artifact, arch, choose
-        self.digest = str(manifest.read_json(index.folder(artifact, arch) / index.NAME)["digest"])
         self.driver = Driver()
         self.kernels: dict[Variant, tuple[Compiled, ctypes.c_void_p]] = {}
         for key, kernel in index.read(artifact, arch, weights).items():

@@ -97,7 +97,7 @@ class Experts:
 
         The router adds up in FP32, as its bias is stored.
         """
-        every = self.ranks.gather(x, rows)
+        every = self.ranks.brought(x, rows)
         logits = self.ops.linear(every, self.router, self.bias.dtype)
         routing = self.ops.route(logits, self.bias, self.dims.top_k, self.dims.routed_scale)
         share = self.ops.moe_int4(every, self.gate_up.tensor, self.down.tensor, routing, self.first, self.shape)
@@ -137,10 +137,15 @@ class Decoder:
         return LatentCache(d.layers, tokens, d.kv_a, self.settings.dtype, self.settings.device, page_tokens)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch, cache: LatentCache) -> Tensor:
-        """Logits [n, vocab] of the tokens batch.last, in the dtype of the run; equal on every rank."""
+    def forward(self, batch: Batch, cache: LatentCache, pictures: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Logits [n, vocab] of the tokens batch.last, in the dtype of the run; equal on every rank.
+
+        pictures: (which of the batch's tokens [m] int64, what stands for them instead of embeddings [m, hidden]).
+        """
         add_rmsnorm, eps = self.ops.add_rmsnorm, self.dims.norm_eps
         h = self._embedded(batch.ids)
+        if pictures is not None:
+            h.index_copy_(0, *pictures)
         x = self.ops.rmsnorm(h, self.layers[0][0], eps)
         following = [layer[0] for layer in self.layers[1:]] + [self.norm]
         for (_, attention, ffn_norm, ffn), next_norm in zip(self.layers, following, strict=True):

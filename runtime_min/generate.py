@@ -15,13 +15,26 @@ class PromptError(InputError):
     """A prompt, or ids, that this model cannot take."""
 
 
+def check_ids(ids: list[int], vocab: int, what: str) -> None:
+    """PromptError for an empty prompt or ids outside the vocabulary."""
+    if not ids:
+        raise PromptError(f"{what}: is empty, expected at least one token")
+    bad = [i for i in ids if not 0 <= i < vocab]
+    if bad:
+        raise PromptError(f"{what}: id {bad[0]} is outside the vocabulary 0..{vocab - 1}")
+
+
+def check_length(model: Decoder, prompt: int, tokens: int) -> None:
+    """PromptError if a prompt and its answer do not fit the context."""
+    limit = model.cos.shape[0]
+    if prompt + tokens > limit:
+        raise PromptError(f"prompt of {prompt} and {tokens} new tokens exceed the context of {limit}")
+
+
 def score(model: Decoder, ids: Tensor, chunk: int = CHUNK) -> Tensor:
     """ids [B, T] int64 -> logits [B, T, V] float32 on the CPU; rows are independent sequences."""
     rows, length = ids.shape
-    bad = ids[(ids < 0) | (ids >= model.dims.vocab)]
-    if not ids.numel() or len(bad):
-        found = f"id {bad[0]}" if len(bad) else "none"
-        raise PromptError(f"ids: {found}; expected at least one, all inside the vocabulary 0..{model.dims.vocab - 1}")
+    check_ids(ids.flatten().tolist(), model.dims.vocab, "ids")
     if length > model.cos.shape[0]:
         raise PromptError(f"ids of length {length} exceed the context of {model.cos.shape[0]}")
     out = torch.empty((rows, length, model.dims.vocab), dtype=torch.float32)
