@@ -73,7 +73,9 @@ class Batch:
 def upload(values: Array, device: torch.device) -> Tensor:
     """A tensor of these values on the device; the host does not wait for the copy."""
     tensor = torch.from_numpy(values)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def batch(

@@ -8,8 +8,11 @@ import torch
 
 from runtime_min.core import Core
 from runtime_min.engine import Engine, EngineError
+from runtime_min.graphs import Graphs
+from runtime_min.kv import batch
 from runtime_min.messages import Event
 from runtime_min.models.decoder import Decoder
+from runtime_min.pages import Sequence
 from runtime_min.request import Limits, Media, Request, RequestError
 from runtime_min.sample import Sampling, SamplingError
 from runtime_min.scheduler import Scheduler
@@ -205,6 +208,36 @@ def test_pictures_stand_in_for_tokens_in_every_chunk_and_are_told_apart_in_the_c
     assert result[0].error == "pictures: 3 tokens, they make 2" and result[1].ids == want[0]
     with pytest.raises(RequestError, match="runs without its vision part"):
         engine().submit(pairs[0][0])
+
+
+def test_the_padded_step_of_a_graph_gives_the_same_rows_and_writes_nothing_else() -> None:
+    """With one to three query tokens a sequence, as verification has them."""
+    model, r = tiny(), random.Random(8)
+    cache = model.cache(800, 4)
+    made = Graphs(model, cache, (1, 2, 4, 8, 12), 3, 40)
+    for n in made.counts * 3:
+        work, left = [], r.randint(1, n)
+        while left:
+            sequence, count = Sequence(), min(left, r.randint(1, 3))
+            length = r.randint(0, 50)
+            cache.grow(sequence, length)
+            sequence.length = length
+            work.append((sequence, [r.randrange(128) for _ in range(count)]))
+            left -= count
+        cache.rows[:, 4:].normal_()
+        tokens = sum(len(ids) for _, ids in work)
+        step = batch(cache, work, last=list(range(tokens)), padding=n - tokens)
+        assert made.fill(step) == n
+        plain = [(Sequence(s.pages, s.length - len(ids)), ids) for s, ids in work]
+        before = cache.rows.clone()
+        found = model.forward(made.batch(n), cache)[:tokens]
+        after = cache.rows.clone()
+        cache.rows.copy_(before)
+        want = model.forward(batch(cache, plain, last=list(range(tokens))), cache)
+        assert (found - want).abs().max() < 1e-9 and torch.allclose(cache.rows, after)
+        assert not cache.rows[:, :4].any()
+        for sequence, _ in work:
+            cache.pool.release(sequence)
 
 
 def test_a_long_prompt_delays_nobody() -> None:
