@@ -89,8 +89,8 @@ class Engine:
             self._begin(Remote(run, limits, world))
             return
         with ExitStack() as resources:
-            model, _ = resources.enter_context(loaded(run, 0, 1, None))
-            self._begin(Local(Core(model, limits), resources.pop_all()))
+            model, opened = resources.enter_context(loaded(run, 0, 1, None))
+            self._begin(Local(Core.load(model, opened, limits), resources.pop_all()))
 
     @classmethod
     def over(cls, core: Core) -> Self:

@@ -24,18 +24,16 @@ class Ready:
 
     bounds: Bounds
     groups: int
-    memory: str | None
 
 
-def serve(model: Decoder, _: Artifact, argument: tuple[Limits, Connection]) -> None:
+def serve(model: Decoder, artifact: Artifact, argument: tuple[Limits, Connection]) -> None:
     """The task of every rank: steps until rank 0 is told to close, or the other end of its pipe is gone."""
     limits, pipe = argument
-    core = Core(model, limits)
+    core = Core.load(model, artifact, limits)
     if model.ranks.rank != 0:
         core.follow()
         return
-    memory = None if core.memory is None else core.memory.line()
-    pipe.send(Ready(bounds=core.bounds, groups=model.ranks.groups, memory=memory))
+    pipe.send(Ready(bounds=core.bounds, groups=model.ranks.groups))
     while not core.closed:
         commands: list[Command] = []
         try:
@@ -62,7 +60,7 @@ class Remote:
             self.processes.kill()
             raise
         assert isinstance(ready, Ready)
-        self.bounds, self.groups, self.memory = ready.bounds, ready.groups, ready.memory
+        self.bounds, self.groups = ready.bounds, ready.groups
 
     def step(self, commands: list[Command], seconds: float) -> list[Event]:
         """Sends commands, and gives what has arrived. RanksError once a rank has died; the others are ended then."""

@@ -9,7 +9,6 @@ its whole text fits; nobody overtakes. The oldest can always go on, so every ste
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from runtime_min.pages import Pool, Sequence, page_key
 from runtime_min.request import Limits, Request
@@ -22,9 +21,8 @@ SCORED = 256
 class Active:
     """A request under way. tokens: prompt and output as far as the host has read them; pending: sampled on the device
     and not read yet; committed: its first pages that are in the prefix cache; cached: prompt tokens that came from
-    there at first; scored: prompt tokens after the first whose log-probability was reported; counted:
-    its slot holds the counts that penalties need; features: embeddings
-    [tokens, hidden] of each of its media, on the ranks of its group."""
+    there at first; scored: prompt tokens after the first whose log-probability was reported; counted: its slot holds
+    the counts that penalties need."""
 
     id: int
     request: Request
@@ -39,7 +37,6 @@ class Active:
     scored: int = 0
     counted: bool = False
     done: bool = False
-    features: tuple[Any, ...] = ()
 
     @property
     def length(self) -> int:
