@@ -1,6 +1,8 @@
 """An engine's ranks as processes: rank 0 talks with this process over a pipe, and no rank outlives another's death."""
 
 import multiprocessing as mp
+import pickle
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -38,7 +40,7 @@ def serve(model: Decoder, artifact: Artifact, argument: tuple[Limits, Connection
         commands: list[Command] = []
         try:
             while pipe.poll(0 if core.busy or commands else IDLE):
-                commands += pipe.recv()
+                commands += pickle.loads(pipe.recv_bytes())
         except EOFError:
             commands.append(Close())
         events = core.step(commands)
@@ -52,6 +54,7 @@ class Remote:
     def __init__(self, run: Run, limits: Limits, world: int) -> None:
         self.limits = limits
         self.pipe, theirs = mp.Pipe()
+        self.sender = ThreadPoolExecutor(1)
         self.processes = Processes(run, serve, (limits, theirs), world)
         theirs.close()
         try:
@@ -65,11 +68,16 @@ class Remote:
     def step(self, commands: list[Command], seconds: float) -> list[Event]:
         """Sends commands, and gives what has arrived. RanksError once a rank has died; the others are ended then."""
         if commands:
-            self.pipe.send(commands)
+            self._send(commands)
         events: list[Event] = self._next(seconds) or []
         while self.pipe.poll():
             events += self.pipe.recv()
         return events
+
+    def _send(self, commands: list[Command]) -> None:
+        """Sends from a thread, since rank 0 may be sending much at the same time. Tensors travel as bytes: by itself a
+        connection would put each in shared memory, which is small in many containers."""
+        self.sender.submit(self.pipe.send_bytes, pickle.dumps(commands))
 
     def _next(self, seconds: float | None) -> Any:
         """The next message, or None if none came in time."""
@@ -86,10 +94,11 @@ class Remote:
     def close(self) -> None:
         """Ends the ranks: in order if they answer in time."""
         try:
-            self.pipe.send([Close()])
+            self._send([Close()])
             while self.processes.alive() and wait(self.processes.sentinels, CLOSING):
                 pass
         except (OSError, RanksError):
             pass
         self.processes.kill()
+        self.sender.shutdown()
         self.pipe.close()

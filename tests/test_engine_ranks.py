@@ -7,15 +7,18 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from runtime_min.engine import Engine, EngineError
+from runtime_min.messages import Submit
 from runtime_min.ranks import Ranks, RanksError
 from runtime_min.remote import Remote
-from runtime_min.request import Limits, Request
+from runtime_min.request import Limits, Media, Request
 from runtime_min.sample import Sampling
 from specs.mesh import Mesh
 from tests.lab import converted
@@ -134,3 +137,22 @@ def test_a_cli_run_of_groups(demo: Path, tmp_path: Path) -> None:
         [*command, "--ids", "1,2,3", "--max-tokens", "4"], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_much_to_send_both_ways_at_once_stops_nobody() -> None:
+    """Each side sends more than a pipe holds before it reads."""
+    link, sent = Remote.__new__(Remote), 4 << 20
+    link.pipe, theirs = multiprocessing.Pipe()
+    link.sender = ThreadPoolExecutor(1)
+    link.processes = SimpleNamespace(sentinels=[], alive=lambda: True)  # type: ignore[assignment]
+
+    def rank() -> int:
+        theirs.send([b"x" * sent])
+        return len(theirs.recv_bytes())
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(rank)
+        media = (Media(position=0, tokens=1, digest=b"", item=b"x" * sent),)
+        request = Request(prompt=(1,), media=media)
+        events = link.step([Submit(id=0, request=request, seed=0)], 10.0)
+        assert [len(e) for e in events] == [sent] and other.result(10) > sent  # type: ignore[arg-type]
