@@ -13,6 +13,7 @@ from runtime_min.artifact import Artifact
 from runtime_min.embeddings import Embeddings, Encode
 from runtime_min.graphs import Graphs
 from runtime_min.graphs import sizes as counts
+from runtime_min.kernels.jit import Jit
 from runtime_min.memory import HOST_TOKENS, MemoryPlan, measured
 from runtime_min.messages import Close, Command, Event, Finish, Logprob, Submit
 from runtime_min.models.decoder import Decoder
@@ -34,7 +35,8 @@ class Core:
         self.model, self.ranks, self.limits = model, model.ranks, limits
         self.ranks.agree({"limits": repr(limits)})
         context = min(limits.context or model.dims.context, model.cos.shape[0])
-        warm(model, limits.step_tokens)
+        if model.settings.device.type == "cuda" and isinstance(model.ops.kernels, Jit):
+            warm(model, limits.step_tokens)
         self.memory: MemoryPlan | None = measured(model, limits, context, encode)
         size = limits.page_tokens
         pages = -(-(limits.cache_tokens or HOST_TOKENS) // size) if self.memory is None else self.memory.pages
