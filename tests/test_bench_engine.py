@@ -42,7 +42,7 @@ def test_every_part_is_measured(rows: list[Any]) -> None:
     }  # fmt: skip
     assert all(r.ms > 0 and r.limit_ms > 0 for r in rows if type(r) is OpRow)
     first = rows[0]
-    assert first.ms > 0 and first.device_ms > first.graph_ms > 0 and 0 <= first.idle < 1
+    assert min(first.ms, first.device_ms, first.graph_ms) > 0 and 0 <= first.idle < 1
     assert first.bytes_ms == pytest.approx(decode_work(tiny().dims, Mesh(), 1, 64).bytes / 1e8)
 
 
