@@ -100,6 +100,46 @@ def test_a_dead_rank_fails_what_is_pending_and_ends_the_others(demo: Path, tmp_p
     engine.close()
 
 
+OWNER = """
+import sys
+from runtime_min.engine import Engine
+from runtime_min.request import Limits, Request
+
+if __name__ == "__main__":
+    engine = Engine(sys.argv[1], Limits(running=2, cache_tokens=4096), device="cpu")
+    engine.submit(Request(prompt=(1, 2, 3), max_tokens=3000))
+    while not engine.step(wait=1.0):
+        pass
+    print(*(p.pid for p in engine.link.processes.processes), flush=True)
+    while engine.step(wait=1.0) is not None:
+        pass
+"""
+
+
+def test_ranks_end_with_the_process_that_owns_them(demo: Path, tmp_path: Path) -> None:
+    converted(demo, tmp_path / "a", world=2, tp=2)
+    (tmp_path / "owner.py").write_text(OWNER)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path / "a")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        ranks = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(ranks) == 2
+        owner.kill()
+    begin = time.monotonic()
+    while any(map(alive, ranks)):
+        assert time.monotonic() - begin < 20
+        time.sleep(0.1)
+
+
+def alive(pid: int) -> bool:
+    """Is it running, and not a zombie that nobody waits for?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_ranks_must_state_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     stated = [{"artifact": "a", "dtype": "x"}, {"artifact": "a", "dtype": "y"}]
     monkeypatch.setattr(Ranks, "every", lambda self, value: stated)
