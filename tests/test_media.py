@@ -14,7 +14,7 @@ from torch import Tensor
 
 from convert.demo.geometry import template
 from runtime_min.vision import clips
-from runtime_min.vision.items import Media, clip, digest, normalized, patches, picture, stamp
+from runtime_min.vision.items import Media, clip, digest, normalized, patches, picture, prepared, stamp
 from runtime_min.vision.picture import MAX_PIXELS, rgb
 from runtime_min.vision.rule import Fit, MediaError, Rule
 from runtime_min.vision.sources import Sources
@@ -178,7 +178,7 @@ def test_equal_digests_mean_equal_pictures() -> None:
     one, same, other = (picture("x", d, RULE).items[0] for d in (
         saved(drawn(40, 30)), saved(drawn(40, 30), "BMP"), saved(drawn(40, 30, 1))
     ))  # fmt: skip
-    names = [digest(i, patches(i, P)) for i in (one, same, other)]
+    names = [digest(made) for made in prepared((one, same, other), P)]
     assert names[0] == names[1] != names[2]
 
 
@@ -261,6 +261,15 @@ def test_frames_of_a_clip_have_one_size_and_one_time_each() -> None:
         clip("x", [drawn(30, 30)] * 2, [0], RULE)
     with pytest.raises(MediaError, match="0 frames"):
         clip("x", [], [], RULE)
+
+
+@pytest.mark.parametrize("size", [(374, 2309), (374, 2473), (300, 2760), (1920, 1080)])
+def test_frames_that_were_resized_already_keep_the_fit_of_their_first_size(size: tuple[int, int]) -> None:
+    """Fitting once more what was fitted gives a smaller frame for some sizes."""
+    fit = RULE.fit(*size, RULE.frame_limit)
+    media = clip("x", [drawn(fit.width, fit.height, i) for i in range(5)], [0.0, 0.5, 1.0, 1.5, 2.0], RULE, size)
+    assert [i.fit for i in media.items] == [fit, fit]
+    assert [i.grid[1:] for i in media.items] == [RULE.grid(fit)] * 2
 
 
 def test_which_frames_of_a_file_are_taken() -> None:

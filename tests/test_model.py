@@ -15,12 +15,15 @@ from torch import Tensor
 from convert.demo.checkpoint import write_demo
 from convert.demo.geometry import TINY, Geometry
 from runtime_min.artifact import Artifact
-from runtime_min.generate import generate, score
-from runtime_min.kv import Sequence, batch
+from runtime_min.core import Core
+from runtime_min.engine import Engine
+from runtime_min.kv import batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF
+from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
-from runtime_min.sample import Sampling
+from runtime_min.request import Limits
+from runtime_min.score import score
 from tests.lab import converted
 from tests.reference import dequantized, reference
 
@@ -85,8 +88,8 @@ def test_greedy_tokens_equal_transformers(pair: tuple[Any, Path, Geometry]) -> N
         want = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False)[
             0, 70:
         ]
-    got = list(generate(decoder(out), prompt[0].tolist(), tokens=32, sampling=Sampling()))
-    assert got == want.tolist()
+    engine = Engine.over(Core(decoder(out), Limits()))
+    assert engine.generate(prompt.tolist(), max_tokens=32)[0].ids == want.tolist()
 
 
 def test_decode_chunks_and_batches_equal_one_long_prefill(pair: tuple[Any, Path, Geometry]) -> None:
@@ -189,5 +192,10 @@ def test_generate_streams_and_reports(demo: Path, tmp_path: Path) -> None:
     facts = json.loads(kiln_run(*common, "--prompt", "hello", "--json").stdout)
     assert len(facts["ids"]) <= 6 and facts["finish_reason"] in ("stop", "length") and facts["prompt_tokens"] > 5
     assert kiln_run(*common, "--prompt", "hello").stdout.rstrip("\n") == facts["text"].rstrip("\n")
+
+
+def test_a_seed_repeats_itself(demo: Path, tmp_path: Path) -> None:
+    converted(demo, tmp_path / "artifact")
+    common = ("generate", tmp_path / "artifact", "--device", "cpu", "--max-tokens", 6)
     seeded = ("--ids", "1,2,3", "--temperature", "1", "--top-p", "0.9", "--top-k", "50", "--seed", "5", "--json")
     assert kiln_run(*common, *seeded).stdout == kiln_run(*common, *seeded).stdout

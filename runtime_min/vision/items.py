@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ from runtime_min.vision.picture import opened, rgb, upright_size
 from runtime_min.vision.rule import Fit, MediaError, Rule
 
 Kind = Literal["image", "video"]
+WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +26,14 @@ class Item:
     fit: Fit
     grid: tuple[int, int, int]
     tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patched:
+    """An item's patches [t h w, 3, p, p]: uint8 as `patches` cuts them, or in the model's units as `normalized`."""
+
+    grid: tuple[int, int, int]
+    patches: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -54,9 +64,9 @@ def clip(
     if not frames or len(seconds) != len(frames):
         raise MediaError(f"{where}: {len(frames)} frames with {len(seconds)} times, expected a time for each, and one")
     sizes = [upright_size(f"{where} frame {i}", f) for i, f in enumerate(frames)]
-    for i, size in enumerate(sizes):
-        if size != sizes[0]:
-            raise MediaError(f"{where} frame {i}: is {size[0]} x {size[1]}, the first is {sizes[0][0]} x {sizes[0][1]}")
+    for i, (width, height) in enumerate(sizes):
+        if (width, height) != sizes[0]:
+            raise MediaError(f"{where} frame {i}: is {width} x {height}, the first is {sizes[0][0]} x {sizes[0][1]}")
     starts = range(0, len(frames), rule.chunk)
     items = (_item(where, tuple(frames[i : i + rule.chunk]), size or sizes[0], rule, rule.frame_limit) for i in starts)
     return Media(where, "video", tuple(items), tuple(stamp(where, seconds[i]) for i in starts))
@@ -103,6 +113,17 @@ def normalized(raw: Tensor, rule: Rule, dtype: torch.dtype = torch.float32) -> T
     return ((raw.float() - mean) / std).to(dtype)
 
 
-def digest(item: Item, raw: Tensor) -> str:
+def prepared(items: Sequence[Item], patch: int) -> list[Patched]:
+    """Every item's patches, made in threads. MediaError for the first picture that cannot be decoded."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            made = list(pool.map(lambda item: patches(item, patch), items))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [Patched(item.grid, raw) for item, raw in zip(items, made, strict=True)]
+
+
+def digest(item: Patched) -> bytes:
     """Names an item by what the model sees of it: equal digests give equal embeddings."""
-    return hashlib.sha256(repr(item.grid).encode() + raw.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(repr(item.grid).encode() + item.patches.numpy().tobytes()).digest()
