@@ -2,9 +2,7 @@
 
 import json
 import random
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +10,12 @@ import httpx
 import openai
 import pytest
 
-from runtime_min.request import Bounds, Request
 from runtime_min.sample import Sampling
-from runtime_min.serve.app import Rules, Server, app_of
-from runtime_min.serve.jobs import Defaults, Served
-from runtime_min.serve.pump import Pump
-from runtime_min.text import ChatTemplate, Piece, Tokenizer
-from tests.scripted import Scripted, listening, until
+from runtime_min.serve.app import Rules
+from runtime_min.text import Piece, Tokenizer
+from tests.scripted import until
+from tests.serving import HELLO, TOOLS, WEB
 
-# One for all: making one reads the certificates of the system.
-WEB = httpx.Client(trust_env=False, timeout=20)
 SECTION = "<|tool_calls_section_begin|>{}<|tool_calls_section_end|>"
 CALL = "<|tool_call_begin|>{}<|tool_call_argument_begin|>{}<|tool_call_end|>"
 FULL = (
@@ -29,65 +23,11 @@ FULL = (
     + SECTION.format(CALL.format("functions.f:0", '{"a": "東京 🌸"}') + CALL.format("functions.g:1", "{}"))
     + " Done 🌸."
 )
-HELLO: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
-TOOLS = [{"type": "function", "function": {"name": n, "parameters": {"type": "object"}}} for n in ("f", "g")]
 
 
 @pytest.fixture(scope="module")
 def tokenizer(demo: Path) -> Tokenizer:
     return Tokenizer.open(demo)
-
-
-@dataclass
-class Bench:
-    """A running server, its double, and ways to ask it."""
-
-    url: str
-    engine: Scripted
-    server: Server
-    log: list[str]
-
-    @property
-    def client(self) -> Any:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
-
-    def post(self, path: str, **body: Any) -> Any:
-        return WEB.post(f"{self.url}{path}", json=body, timeout=20)
-
-    def chat(self, **body: Any) -> Any:
-        return self.post("/v1/chat/completions", **{"messages": HELLO, **body})
-
-    def stream(self, path: str = "/v1/chat/completions", **body: Any) -> list[dict[str, Any]]:
-        """The events of a stream; the last must be [DONE]."""
-        answer = self.post(path, stream=True, **({"messages": HELLO} if "chat" in path else {}), **body)
-        assert answer.status_code == 200, answer.text
-        events = [e.removeprefix("data: ") for e in answer.text.split("\n\n") if e and not e.startswith(":")]
-        assert events.pop() == "[DONE]"
-        return [json.loads(e) for e in events]
-
-
-@pytest.fixture(scope="module")
-def bench(demo: Path, tokenizer: Tokenizer) -> Callable[..., Any]:
-    @contextmanager
-    def made(said: Any = "</think>Hi.", rules: Rules | None = None, group: int = 1, **how: Any) -> Iterator[Bench]:
-        def script(request: Request) -> list[list[int]]:
-            text = said(request) if callable(said) else said
-            ids = [*tokenizer.encode_pieces([Piece(text, True)]), tokenizer.special("<|im_end|>")]
-            return [ids[i : i + group] for i in range(0, len(ids), group)]
-
-        bounds = Bounds(vocab=tokenizer.vocab_size, context=4096, cache_tokens=8192)
-        engine = Scripted(script=how.pop("script", script), bounds=bounds, **how)
-        served = Served(
-            name="kimi", tokenizer=tokenizer, template=ChatTemplate.open(demo), bounds=bounds, defaults=Defaults(),
-            choices=8,
-        )  # fmt: skip
-        log: list[str] = []
-        server = Server(served, Pump(engine), rules or Rules())
-        with listening(app_of(server, log.append)) as url:
-            yield Bench(url, engine, server, log)
-        assert engine.closed
-
-    return made
 
 
 def joined(chunks: list[dict[str, Any]], place: int = 0) -> dict[str, Any]:
@@ -445,9 +385,14 @@ def test_a_body_too_large(bench: Any) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_is_cancelled(bench: Any, stream: bool) -> None:
     with bench(script=lambda _: [[5]] * 100_000, pause=0.005) as b:
-        with pytest.raises(httpx.TimeoutException):
-            body = {"messages": HELLO, "stream": stream, "n": 2}
-            WEB.post(f"{b.url}/v1/chat/completions", json=body, timeout=0.3)
+        body = {"messages": HELLO, "stream": stream, "n": 2}
+        if stream:
+            with WEB.stream("POST", f"{b.url}/v1/chat/completions", json=body) as s:
+                lines = s.iter_lines()
+                assert all(next(lines) is not None for _ in range(4))
+        else:
+            with pytest.raises(httpx.TimeoutException):
+                WEB.post(f"{b.url}/v1/chat/completions", json=body, timeout=0.3)
         until(lambda: not b.engine.unfinished)
         assert sorted(b.engine.cancelled) == [0, 1]
         until(lambda: b.server.active == 0 and not b.server.pump.tickets)

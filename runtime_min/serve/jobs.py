@@ -1,19 +1,25 @@
 """From the fields of a request to what the engine runs and how its answers are read."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-from runtime_min.request import Bounds, Request
+from runtime_min.prompt import slot
+from runtime_min.request import Bounds, Media, Request
 from runtime_min.sample import Sampling
 from runtime_min.serve.choice import Choice, Plain, Reader
 from runtime_min.serve.errors import ApiError
 from runtime_min.serve.fields import ChatFields, Common, CompletionFields, NamedTool
 from runtime_min.text import ChatTemplate, Tokenizer
 from runtime_min.text.calls import renumbered
+from runtime_min.text.files import MEDIA_PAD
 from runtime_min.text.messages import checked
 from runtime_min.text.parser import SECTION, Parser, begins_inside_reasoning
+from runtime_min.vision.items import Media as Seen
+from runtime_min.vision.items import digest, patches
+from runtime_min.vision.sources import Sources, parts
 
 # What OpenAI's completions endpoint does when nobody says.
 COMPLETION_TOKENS = 16
@@ -30,7 +36,8 @@ class Defaults:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Served:
-    """The model behind the server."""
+    """The model behind the server. sources: where pictures come from, None if it sees none; grammars: what compiles
+    them, None without the extra."""
 
     name: str
     tokenizer: Tokenizer
@@ -38,6 +45,8 @@ class Served:
     bounds: Bounds
     defaults: Defaults
     choices: int
+    sources: Sources | None = None
+    grammars: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -55,23 +64,28 @@ class Job:
 
 def chat(served: Served, fields: ChatFields) -> Job:
     """Raises ApiError, or InputError for messages and tools that no prompt can be made of."""
-    _refuse_without_grammar(fields)
     messages, first_call = renumbered(checked([_message(m.model_dump(exclude_none=True)) for m in fields.messages]))
     kwargs = {} if fields.chat_template_kwargs is None else fields.chat_template_kwargs.model_dump(exclude_none=True)
     tools = [t.model_dump(exclude_none=True) for t in fields.tools or ()]
-    prompt = served.template.encode_chat(served.tokenizer, messages, tools or None, **kwargs)
+    seen = _pictures(served, messages)
+    ids = served.template.encode_chat(
+        served.tokenizer, messages, tools or None, media=[slot(m) for m in seen], **kwargs
+    )  # fmt: skip
+    inside = begins_inside_reasoning(served.tokenizer, ids)
     names = [t["function"]["name"] for t in tools]
     callable_ = bool(tools) and fields.tool_choice != "none"
-    inside = begins_inside_reasoning(served.tokenizer, prompt)
     bias = {served.tokenizer.special(SECTION): -math.inf} if tools and not callable_ else {}
-    logprobs = (fields.top_logprobs or 0) if fields.logprobs else None
 
     def reader() -> Reader:
         offered = names if callable_ else None
         return Parser(served.tokenizer, reasoning=inside, tools=offered, first_call=first_call)
 
     most = fields.max_tokens if fields.max_completion_tokens is None else fields.max_completion_tokens
-    return _job(served, fields, [tuple(prompt)], reader, most=most, logprobs=logprobs, bias=bias)
+    return _job(
+        served, fields, [tuple(ids)], reader, most=most, bias=bias,
+        logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
+        grammar=_grammar(served, fields, inside), media=tuple(_placed(served, ids, seen)),
+    )  # fmt: skip
 
 
 def completion(served: Served, fields: CompletionFields) -> Job:
@@ -96,8 +110,9 @@ def completion(served: Served, fields: CompletionFields) -> Job:
 
 def _job(
     served: Served, fields: Common, prompts: Sequence[tuple[int, ...]], reader: Callable[[], Reader], *,
-    most: int | None, logprobs: int | None, bias: Mapping[int, float] | None = None, scored: bool = False,
+    most: int | None, logprobs: int | None, bias: Mapping[int, float] | None = None, **rest: Any,
 ) -> Job:  # fmt: skip
+    """`rest` are further fields of the engine's requests."""
     each = fields.n or 1
     if each * len(prompts) > served.choices:
         raise ApiError(400, f"n: {each * len(prompts)} choices, at most {served.choices} are made", param="n")
@@ -110,7 +125,7 @@ def _job(
         for i in range(each):
             how = _sampling(served, fields, i, logprobs, bias or {})
             tokens = max(1, room) if most is None else most
-            requests.append(Request(prompt=prompt, max_tokens=tokens, sampling=how, stops=ends, scored=scored))
+            requests.append(Request(prompt=prompt, max_tokens=tokens, sampling=how, stops=ends, **rest))
     for request in requests[::each]:
         served.bounds.check(request)
     choices = [Choice(reader(), fields.stop or (), ends) for _ in requests]
@@ -145,15 +160,38 @@ def _message(message: dict[str, Any]) -> dict[str, Any]:
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def _refuse_without_grammar(fields: ChatFields) -> None:
-    """ApiError that names the fields which only a grammar can honour."""
-    strict = any(t.function.strict for t in fields.tools or ())
+def _pictures(served: Served, messages: Sequence[Mapping[str, Any]]) -> list[Seen]:
+    where = next((where for where, _ in parts(messages)), None)
+    if where is None:
+        return []
+    if served.sources is None:
+        raise ApiError(400, f"{where}: this server's model sees no pictures", param=where)
+    return served.sources.media(messages)
+
+
+def _placed(served: Served, ids: Sequence[int], seen: Sequence[Seen]) -> Iterator[Media]:
+    """Each picture with the place of its tokens. It is decoded here once, so that a damaged one is named."""
+    pads = (i for i, token in enumerate(ids) if token == served.tokenizer.special(MEDIA_PAD))
+    for item in (item for m in seen for item in m.items):
+        assert served.sources is not None
+        content = digest(item, patches(item, served.sources.rule.patch))
+        places = list(islice(pads, item.tokens))
+        yield Media(position=places[0], tokens=item.tokens, digest=bytes.fromhex(content), item=item)
+
+
+def _grammar(served: Served, fields: ChatFields, inside: bool) -> str | None:
+    """The grammar of the answer, if it needs one; ApiError that names the fields if there are none here."""
     wanted = {
         "tool_choice": fields.tool_choice == "required" or isinstance(fields.tool_choice, NamedTool),
         "parallel_tool_calls": bool(fields.tools) and fields.parallel_tool_calls is False,
         "response_format": fields.response_format is not None and fields.response_format.type != "text",
-        "tools.function.strict": strict,
+        "tools.function.strict": any(t.function.strict for t in fields.tools or ()),
     }
     names = [name for name, here in wanted.items() if here]
-    if names:
+    if not names:
+        return None
+    if served.grammars is None:
         raise ApiError(400, f"{', '.join(names)}: needs `pip install 'kiln[grammar]'` on the server", param=names[0])
+    if fields.ignore_eos:
+        raise ApiError(400, f"ignore_eos: does not go with {', '.join(names)}", param="ignore_eos")
+    return str(served.grammars.of(fields, inside))

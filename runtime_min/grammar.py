@@ -1,0 +1,40 @@
+"""A compiled grammar at work in a rank: which tokens may come next. Needs xgrammar (extra `grammar`)."""
+
+from collections.abc import Sequence
+
+import torch
+import xgrammar
+from torch import Tensor
+
+from runtime_min.text import Tokenizer
+
+
+def vocabulary(tokenizer: Tokenizer) -> xgrammar.TokenizerInfo:
+    """The tokens as xgrammar knows them. A special token's text begins with a byte that no JSON holds: it is matched
+    by its id or not at all."""
+    first = len(tokenizer.vocabulary.ranks)
+    tokens = [t if i < first else b"\0" + t for i, t in enumerate(tokenizer.vocabulary.tokens)]
+    stops = sorted(tokenizer.stop_ids)
+    return xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=stops)
+
+
+class Constraint:
+    """One request's place in its grammar."""
+
+    def __init__(self, compiled: str, info: xgrammar.TokenizerInfo) -> None:
+        grammar = xgrammar.CompiledGrammar.deserialize_json(compiled, info)
+        self.matcher = xgrammar.GrammarMatcher(grammar)
+        self.words = -(-info.vocab_size // 32)
+        self.accepted = 0
+
+    def mask(self, output: Sequence[int]) -> Tensor:
+        """int32 [vocab / 32, rounded up]: bit i of word w is whether token 32 w + i may follow `output`, the answer so
+        far, which only grows."""
+        for token in output[self.accepted :]:
+            # Behind an id of the request's own that ends it nothing is asked for.
+            self.matcher.accept_token(token)
+        self.accepted = len(output)
+        mask = torch.full((1, self.words), -1, dtype=torch.int32)
+        if not self.matcher.is_terminated():
+            self.matcher.fill_next_token_bitmask(mask)
+        return mask[0]
