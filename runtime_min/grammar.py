@@ -1,5 +1,6 @@
 """A compiled grammar at work in a rank: which tokens may come next. Needs xgrammar (extra `grammar`)."""
 
+import re
 from collections.abc import Sequence
 
 import torch
@@ -8,12 +9,19 @@ from torch import Tensor
 
 from runtime_min.text import Tokenizer
 
+# Raw control characters, which no JSON holds, though some grammars would let them into strings.
+CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+# A byte that no UTF-8 holds: a token that begins with it matches no text.
+NEVER = b"\xff"
+
 
 def vocabulary(tokenizer: Tokenizer) -> xgrammar.TokenizerInfo:
-    """The tokens as xgrammar knows them. A special token's text begins with a byte that no JSON holds: it is matched
-    by its id or not at all."""
+    """The tokens as xgrammar knows them. A special token is matched by its id or not at all."""
     first = len(tokenizer.vocabulary.ranks)
-    tokens = [t if i < first else b"\0" + t for i, t in enumerate(tokenizer.vocabulary.tokens)]
+    tokens = [
+        NEVER + token if i >= first or CONTROL.search(token) else token
+        for i, token in enumerate(tokenizer.vocabulary.tokens)
+    ]
     stops = sorted(tokenizer.stop_ids)
     return xgrammar.TokenizerInfo(tokens, xgrammar.VocabType.RAW, vocab_size=len(tokens), stop_token_ids=stops)
 

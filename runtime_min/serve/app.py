@@ -120,6 +120,7 @@ class Server:
         clock, finish = Clock(), "gone"
         ticket = await self.pump.open(job.requests)
         self.active += 1
+        self.metrics.begun(job)
         try:
             yield []
             left = set(range(len(job.choices)))

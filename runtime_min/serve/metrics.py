@@ -57,13 +57,20 @@ class Metrics:
         """Counts an event of the engine."""
         self.made.inc(len(event.tokens))
 
-    def ended(self, endpoint: str, finish: str, job: Job, clock: Clock) -> None:
-        """Counts a request that was run."""
-        self.requests.labels(endpoint, finish).inc()
+    def begun(self, job: Job) -> None:
+        """Counts a request that the engine has taken."""
         self.prompt.inc(job.prompt_tokens)
+
+    def ended(self, endpoint: str, finish: str, job: Job, clock: Clock) -> None:
+        """Counts how it ended."""
+        self.requests.labels(endpoint, finish).inc()
         self.cached.inc(sum(c.cached for c in job.choices))
         self.unreadable.inc(sum(c.reader.unreadable for c in job.choices if isinstance(c.reader, Parser)))
         self.whole.observe(time.monotonic() - clock.begun)
+
+    def total(self, counter: Counter) -> float:
+        """The value of a counter without labels."""
+        return sum(sample.value for metric in counter.collect() for sample in metric.samples if "total" in sample.name)
 
     def page(self) -> bytes:
         return generate_latest(self.registry)
