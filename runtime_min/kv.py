@@ -1,18 +1,19 @@
-"""The paged latent cache: 576 values a token and layer, in pages that sequences own."""
+"""The paged latent cache, 576 values a token and layer, and the tensors of one step over it."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from specs.errors import InputError
+from runtime_min.pages import NULL_PAGE, PAGE_TOKENS, Pool, Sequence
 
-PAGE_TOKENS = 64
-
-
-class CacheError(InputError):
-    """The cache cannot hold what was asked for."""
+# Up to this many query tokens a sequence, attention stays in the latent space; above, it is cheaper to expand keys.
+FEW_QUERIES = 16
+Array = NDArray[Any]
 
 
 def room(lengths: Iterable[int]) -> int:
@@ -20,16 +21,8 @@ def room(lengths: Iterable[int]) -> int:
     return sum(-(-n // PAGE_TOKENS) * PAGE_TOKENS for n in lengths)
 
 
-@dataclass(slots=True)
-class Sequence:
-    """Tokens of one request that are in the cache, and the pages that hold them."""
-
-    pages: list[int] = field(default_factory=list)
-    length: int = 0
-
-
 class LatentCache:
-    """rows: [layers, pages * page_tokens, kv_a]; a row is the normed latent, then the rotated key."""
+    """rows: [layers, (1 + pages) * page_tokens, kv_a]; a row is the normed latent, then the rotated key."""
 
     def __init__(
         self,
@@ -41,80 +34,118 @@ class LatentCache:
         page_tokens: int = PAGE_TOKENS,
     ) -> None:
         self.page_tokens = page_tokens
-        self.pages = -(-tokens // page_tokens)
-        self.rows = torch.zeros((layers, self.pages * page_tokens, width), dtype=dtype, device=device)
-        self.free = list(range(self.pages - 1, -1, -1))
+        self.pool = Pool(-(-tokens // page_tokens), page_tokens)
+        shape = (layers, (1 + self.pool.pages) * page_tokens, width)
+        self.rows = torch.zeros(shape, dtype=dtype, device=device)
 
     def grow(self, sequence: Sequence, tokens: int) -> None:
-        """Makes room for `tokens` more; CacheError if there are not enough free pages."""
-        need = -(-(sequence.length + tokens) // self.page_tokens) - len(sequence.pages)
-        if need > len(self.free):
-            raise CacheError(
-                f"cache: {need} more pages of {self.page_tokens} tokens are needed, {len(self.free)} of {self.pages} "
-                "are free"
-            )
-        sequence.pages += [self.free.pop() for _ in range(need)]
+        """Makes room for `tokens` more; CacheError if there are not enough pages."""
+        self.pool.grow(sequence, tokens)
 
-    def slots(self, sequence: Sequence, tokens: int) -> list[int]:
-        """Rows that the next `tokens` of a sequence go to."""
-        size = self.page_tokens
-        return [sequence.pages[p // size] * size + p % size for p in range(sequence.length, sequence.length + tokens)]
 
-    def release(self, sequence: Sequence) -> None:
-        self.free += reversed(sequence.pages)
-        sequence.pages, sequence.length = [], 0
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """Neighbouring sequences that attention treats alike, tokens first..last of the batch.
+
+    cu_q [B + 1] int32, bounds of the sequences in the part; lengths [B] int32, cached tokens including this step's;
+    pages [B, M] int32. On the host: longest, the most tokens of a sequence, and bounds, cu_q and lengths once more.
+    """
+
+    first: int
+    last: int
+    cu_q: Tensor
+    lengths: Tensor
+    pages: Tensor
+    longest: int
+    bounds: tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """One step's tokens over all sequences, ragged: sequence b owns tokens cu_q[b]..cu_q[b + 1].
+    """One step's tokens over all sequences, ragged.
 
-    ids, positions, slots [T] int64; cu_q [B + 1] int32; lengths [B] int32, cached tokens including this step's;
-    pages [B, M] int32; last [n] int64, the tokens whose logits are wanted. On the host: longest, the most tokens of a
-    sequence, and bounds, cu_q and lengths once more.
+    ids, positions, slots [T] int64, slots negative where nothing is written; last [n] int64, the tokens whose logits
+    are wanted. rows: tokens that each group of ranks brings to the experts, at least T.
     """
 
     ids: Tensor
     positions: Tensor
     slots: Tensor
-    cu_q: Tensor
-    lengths: Tensor
-    pages: Tensor
     last: Tensor
-    longest: int
-    bounds: tuple[tuple[int, ...], tuple[int, ...]]
+    parts: tuple[Part, ...]
+    rows: int
 
 
-def batch(cache: LatentCache, work: list[tuple[Sequence, list[int]]], every: bool = False) -> Batch:
+def upload(values: Array, device: torch.device) -> Tensor:
+    """A tensor of these values on the device; the host does not wait for the copy."""
+    tensor = torch.from_numpy(values)
+    if device.type != "cuda" or not tensor.numel():
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def batch(
+    cache: LatentCache,
+    work: list[tuple[Sequence, list[int]]],
+    last: list[int] | None = None,
+    padding: int = 0,
+    rows: int = 0,
+) -> Batch:
     """The step that appends each list of ids to its sequence; takes pages and moves the sequences on.
 
-    Logits are wanted for the last token of each sequence, or with `every` for all tokens.
+    Logits are wanted for the tokens `last`, by default the last one of each sequence. `padding` more sequences of one
+    token follow that write nothing and see only the null page.
     """
-    device = cache.rows.device
-    positions: list[int] = []
-    slots: list[int] = []
-    cu_q = [0]
+    device, size = cache.rows.device, cache.page_tokens
+    spans: list[tuple[int, int]] = []
+    slots: list[Array] = []
     for sequence, ids in work:
         cache.grow(sequence, len(ids))
-        slots += cache.slots(sequence, len(ids))
-        positions += range(sequence.length, sequence.length + len(ids))
-        sequence.length += len(ids)
-        cu_q.append(cu_q[-1] + len(ids))
-    widest = max(len(s.pages) for s, _ in work)
-    pages = [s.pages + [0] * (widest - len(s.pages)) for s, _ in work]
-    last = list(range(cu_q[-1])) if every else [end - 1 for end in cu_q[1:]]
-
-    def long(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=device)
-
+        start, end = sequence.length, sequence.length + len(ids)
+        at = np.arange(start, end)
+        pages = np.array(sequence.pages[start // size : -(-end // size)])
+        slots.append(pages[at // size - start // size] * size + at % size)
+        spans.append((start, end))
+        sequence.length = end
+    held = [(s.pages[: cache.pool.count(s.length)], len(ids), s.length) for s, ids in work]
+    held += [([NULL_PAGE], 1, 1)] * padding
+    idle = np.zeros(padding, np.int64)
+    if last is None:
+        last = (np.cumsum([len(ids) for _, ids in work]) - 1).tolist() if work else []
+    count = sum(n for _, n, _ in held)
     return Batch(
-        ids=long([i for _, ids in work for i in ids]),
-        positions=long(positions),
-        slots=long(slots),
-        last=long(last),
-        cu_q=torch.tensor(cu_q, dtype=torch.int32, device=device),
-        lengths=torch.tensor([s.length for s, _ in work], dtype=torch.int32, device=device),
-        pages=torch.tensor(pages, dtype=torch.int32, device=device),
-        longest=max(len(ids) for _, ids in work),
-        bounds=(tuple(cu_q), tuple(s.length for s, _ in work)),
+        ids=upload(np.concatenate([np.array([i for _, ids in work for i in ids], np.int64), idle]), device),
+        positions=upload(np.concatenate([*(np.arange(*s) for s in spans), idle]).astype(np.int64), device),
+        slots=upload(np.concatenate([*slots, idle - 1]).astype(np.int64), device),
+        last=upload(np.array(last, np.int64), device),
+        parts=tuple(_parts(held, device)),
+        rows=max(rows, count),
     )
+
+
+def _parts(held: list[tuple[list[int], int, int]], device: torch.device) -> list[Part]:
+    """held: (pages, query tokens, cached tokens) of every sequence, cut where few query tokens meet many."""
+    out: list[Part] = []
+    token = start = 0
+    for i in range(1, len(held) + 1):
+        if i < len(held) and (held[i][1] > FEW_QUERIES) == (held[start][1] > FEW_QUERIES):
+            continue
+        mine = held[start:i]
+        cu_q = np.cumsum([0, *(n for _, n, _ in mine)])
+        lengths = np.array([n for _, _, n in mine])
+        table = np.zeros((len(mine), max(len(pages) for pages, _, _ in mine)), np.int32)
+        for row, (pages, _, _) in zip(table, mine, strict=True):
+            row[: len(pages)] = pages
+        out.append(
+            Part(
+                first=token,
+                last=token + int(cu_q[-1]),
+                cu_q=upload(cu_q.astype(np.int32), device),
+                lengths=upload(lengths.astype(np.int32), device),
+                pages=upload(table, device),
+                longest=max(n for _, n, _ in mine),
+                bounds=(tuple(cu_q.tolist()), tuple(lengths.tolist())),
+            )
+        )
+        token, start = out[-1].last, i
+    return out

@@ -3,10 +3,12 @@
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 import torch.multiprocessing as mp
@@ -14,8 +16,10 @@ import torch.multiprocessing as mp
 from runtime_min import ranks
 from runtime_min.artifact import Artifact
 from runtime_min.kernels.check import require
-from runtime_min.kernels.choose import kernels_of
+from runtime_min.kernels.choose import kernels_of, tables_here
+from runtime_min.kernels.cubin import Cubins
 from runtime_min.kernels.jit import Jit
+from runtime_min.kernels.launch import Kernels
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, Ops, triton_ops
 from specs import manifest
@@ -74,8 +78,24 @@ def ops_of(name: str, artifact: Artifact, how: Settings) -> Ops:
     return triton_ops(Jit())
 
 
-def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: str | None) -> Any:
-    """One rank: check, load, join the others, do the task."""
+def facts(artifact: Artifact, how: Settings, name: str, kernels: Kernels | None) -> dict[str, str]:
+    """What every rank must have alike. Where the artifact lies may differ from host to host."""
+    digest = str(artifact.manifest["digest"])
+    tuned = tables_here(artifact.path, digest) if kernels is not None and how.device.type == "cuda" else []
+    return {
+        "artifact": digest,
+        "kernels": kernels.digest if isinstance(kernels, Cubins) else type(kernels).__name__,
+        "tuning": " ".join(t.digest for t in tuned) or "none",
+        "ops": name,
+        "dtype": str(how.dtype),
+        "inner epsilon": str(how.inner_eps),
+        "torch": torch.__version__,
+    }
+
+
+@contextmanager
+def loaded(run: Run, rank: int, world: int, init: str | None) -> Iterator[tuple[Decoder, Artifact]]:
+    """One rank's model: checked, joined with the others, agreed, loaded."""
     chosen, name = settings(run, rank, world)
     artifact = Artifact.open(run.artifact, rank, verify=run.verify)
     ranks.check(artifact.mesh, rank, world)
@@ -85,16 +105,24 @@ def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: st
         torch.set_num_threads(max(1, torch.get_num_threads() // world))
     group = ranks.join(artifact.mesh, rank, world, chosen.device, init)
     try:
-        model = Decoder.load(artifact, ops_of(name, artifact, chosen), group, chosen)
+        ops = ops_of(name, artifact, chosen)
+        group.agree(facts(artifact, chosen, name, ops.kernels))
+        model = Decoder.load(artifact, ops, group, chosen)
         if rank == 0:
             sys.stderr.write(f"load: {', '.join(map(str, artifact.phases))}\n")
         if run.check and name == "triton" and chosen.device.type == "cuda":
             seconds = require(model)
             if rank == 0:
                 sys.stderr.write(f"self-check: every kernel agrees with its definition, {seconds:.1f} s\n")
-        return task(model, artifact, argument)
+        yield model, artifact
     finally:
         ranks.leave()
+
+
+def execute(run: Run, task: Task, argument: Any, rank: int, world: int, init: str | None) -> Any:
+    """One rank: check, load, join the others, do the task."""
+    with loaded(run, rank, world, init) as (model, artifact):
+        return task(model, artifact, argument)
 
 
 def _child(rank: int, run: Run, task: Task, argument: Any, world: int, init: str, results: Any) -> None:
@@ -107,6 +135,61 @@ def _child(rank: int, run: Run, task: Task, argument: Any, world: int, init: str
         raise
 
 
+def world_of(run: Run) -> int:
+    """How many processes an artifact wants; everything wrong with it or the devices is found here, once."""
+    world = Mesh(**manifest.read(run.artifact)["mesh"]).world
+    settings(run, 0, world)
+    return world
+
+
+class Processes:
+    """Every rank of an artifact as a process of this machine. None outlives another that failed, nor this object."""
+
+    def __init__(self, run: Run, task: Task, argument: Any, world: int) -> None:
+        self.folder = tempfile.TemporaryDirectory()
+        self.results = mp.get_context("spawn").SimpleQueue()
+        self.got: dict[int, Any] = {}
+        arguments = (run, task, argument, world, f"file://{self.folder.name}/store", self.results)
+        context: Any = mp.spawn(_child, arguments, nprocs=world, join=False)  # type: ignore[attr-defined, no-untyped-call]
+        self.processes = list(context.processes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def sentinels(self) -> list[int]:
+        """What becomes ready when a process ends."""
+        return [p.sentinel for p in self.processes]
+
+    def alive(self) -> bool:
+        """Are there processes left? Raises the InputError of a rank, or RanksError for one that died."""
+        while not self.results.empty():
+            rank, good, value = self.results.get()
+            if not good:
+                self.kill()
+                raise value
+            self.got[rank] = value
+        codes = {rank: p.exitcode for rank, p in enumerate(self.processes)}
+        dead = {rank: code for rank, code in codes.items() if code}
+        if dead:
+            # The others fail because one was killed: name that one.
+            rank = min(dead, key=lambda r: (dead[r] > 0, r))
+            how = f"was killed by signal {-dead[rank]}" if dead[rank] < 0 else "failed, as told above"
+            self.kill()
+            raise ranks.RanksError(f"rank {rank} of {len(codes)} {how}; the others were ended, start again")
+        return any(code is None for code in codes.values())
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        self.folder.cleanup()
+
+
 def launch(run: Run, task: Task, argument: Any, under_torchrun: tuple[int, int] | None = None) -> Any:
     """Runs `task(decoder, artifact, argument)` on every rank and returns rank 0's result.
 
@@ -114,29 +197,10 @@ def launch(run: Run, task: Task, argument: Any, under_torchrun: tuple[int, int] 
     """
     if under_torchrun is not None:
         return execute(run, task, argument, *under_torchrun, init=None)
-    world = Mesh(**manifest.read(run.artifact)["mesh"]).world
-    # Everything wrong with the files or the mesh is found once, here, before any process starts.
-    settings(run, 0, world)
+    world = world_of(run)
     if world == 1:
         return execute(run, task, argument, 0, 1, None)
-    ranks.check(Mesh(**manifest.read(run.artifact)["mesh"]), 0, world)
-    with tempfile.TemporaryDirectory() as folder:
-        results = mp.get_context("spawn").SimpleQueue()
-        arguments = (run, task, argument, world, f"file://{folder}/store", results)
-        context: Any = mp.spawn(_child, arguments, nprocs=world, join=False)  # type: ignore[attr-defined, no-untyped-call]
-        got: dict[int, Any] = {}
-        while not context.join(timeout=0.1):
-            _drain(results, got, context)
-        _drain(results, got, context)
-    return got.get(0)
-
-
-def _drain(results: Any, got: dict[int, Any], context: Any) -> None:
-    """Results that have arrived; the first error ends every other rank."""
-    while not results.empty():
-        rank, good, value = results.get()
-        if not good:
-            for process in context.processes:
-                process.kill()
-            raise value
-        got[rank] = value
+    with Processes(run, task, argument, world) as running:
+        while running.alive():
+            wait(running.sentinels, timeout=0.1)
+        return running.got.get(0)

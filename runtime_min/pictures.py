@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from runtime_min.request import Media
+from runtime_min.vision.items import Item, digest, prepared
 from specs.errors import InputError
 
 
@@ -28,13 +30,27 @@ class Pictures:
         return (self.positions[low:high] - start).to(self.features.device), self.features[low:high]
 
 
-def placed(ids: Sequence[int], pad: int | None, features: Tensor | None) -> Pictures | None:
-    """`features` at the ids that are `pad`, in order; None if there are neither.
-
-    Raises PromptError with both numbers if there are not as many of one as of the other.
-    """
-    found = (torch.tensor(ids) == pad).nonzero().flatten() if pad is not None else torch.empty(0, dtype=torch.int64)
-    rows = 0 if features is None else len(features)
+def places(ids: Sequence[int], pad: int | None, rows: int) -> list[int]:
+    """Where the ids are `pad`; PromptError with both numbers unless that is `rows` times."""
+    found = [i for i, token in enumerate(ids) if token == pad]
     if len(found) != rows:
         raise PromptError(f"ids: {len(found)} picture tokens (id {pad}), the pictures make {rows}")
-    return None if features is None or not rows else Pictures(found, features)
+    return found
+
+
+def placed(ids: Sequence[int], pad: int | None, features: Tensor | None) -> Pictures | None:
+    """`features` at the ids that are `pad`, in order; None if there are neither."""
+    found = places(ids, pad, 0 if features is None else len(features))
+    return Pictures(torch.tensor(found), features) if features is not None and found else None
+
+
+def media(ids: Sequence[int], pad: int | None, items: Sequence[Item], patch: int) -> tuple[Media, ...]:
+    """The pictures of a prompt as a request carries them, decoded and cut into patches here.
+
+    Raises PromptError if they are not what the ids have places for, MediaError for one that cannot be decoded.
+    """
+    found, out = places(ids, pad, sum(item.tokens for item in items)), []
+    for item, made in zip(items, prepared(items, patch), strict=True):
+        position, found = found[0], found[item.tokens :]
+        out.append(Media(position=position, tokens=item.tokens, digest=digest(made), item=made))
+    return tuple(out)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,28 +16,44 @@ TIMEOUT = timedelta(minutes=5)
 
 
 class RanksError(InputError):
-    """The processes that were started do not fit the artifact."""
+    """The processes that were started do not fit the artifact or each other, or one of them died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This process among its peers. With tp = world every rank holds every token, so all sums run over all ranks."""
+    """This process among its peers: mesh.tp neighbours hold the same tokens, world / tp such groups different ones.
+
+    peers: the process group of the neighbours; across: one rank of each group; host: all ranks, for objects. None is
+    the process group of all ranks.
+    """
 
     rank: int
     mesh: Mesh
+    peers: Any = None
+    across: Any = None
+    host: Any = None
+
+    @property
+    def groups(self) -> int:
+        return self.mesh.world // self.mesh.tp
+
+    @property
+    def group(self) -> int:
+        """Which group this rank is in."""
+        return self.rank // self.mesh.tp
 
     def sum(self, x: Tensor) -> Tensor:
-        """Elementwise sum over all ranks, in place; the same bits on every rank."""
-        if self.mesh.world > 1:
-            dist.all_reduce(x)
+        """Elementwise sum over the group, in place; the same bits on each of its ranks."""
+        if self.mesh.tp > 1:
+            dist.all_reduce(x, group=self.peers)
         return x
 
     def join(self, x: Tensor) -> Tensor:
-        """[T, V / world] of every rank side by side: [T, V]."""
-        if self.mesh.world == 1:
+        """[T, V / tp] of every rank of the group side by side: [T, V]."""
+        if self.mesh.tp == 1:
             return x
-        parts = [torch.empty_like(x) for _ in range(self.mesh.world)]
-        dist.all_gather(parts, x.contiguous())
+        parts = [torch.empty_like(x) for _ in range(self.mesh.tp)]
+        dist.all_gather(parts, x.contiguous(), group=self.peers)
         return torch.cat(parts, -1)
 
     def gather(self, x: Tensor, rows: Sequence[int]) -> Tensor:
@@ -50,37 +67,89 @@ class Ranks:
         return torch.cat(parts)
 
     def agreed(self, x: Tensor) -> Tensor:
-        """Rank 0's value, on every rank."""
-        if self.mesh.world > 1:
-            dist.broadcast(x, 0)
+        """The value of the group's first rank, on all its ranks."""
+        if self.mesh.tp > 1:
+            dist.broadcast(x, self.group * self.mesh.tp, group=self.peers)
         return x
+
+    def brought(self, x: Tensor, rows: int) -> Tensor:
+        """x [T, N] of every group, each filled up with zeros to `rows`, below each other: [groups * rows, N]."""
+        if self.groups == 1:
+            return x
+        mine = x.new_zeros(rows, x.shape[1])
+        mine[: len(x)] = x
+        parts = [torch.empty_like(mine) for _ in range(self.groups)]
+        dist.all_gather(parts, mine, group=self.across)
+        return torch.cat(parts)
+
+    def own(self, x: Tensor, rows: int, tokens: int) -> Tensor:
+        """This group's `tokens` rows of what `brought` laid out; a view."""
+        return x if self.groups == 1 else x[self.group * rows : self.group * rows + tokens]
+
+    def sum_own(self, x: Tensor, rows: int, tokens: int) -> Tensor:
+        """Elementwise sum over all ranks, in place, and of it this group's rows."""
+        if self.mesh.world > 1:
+            dist.all_reduce(x)
+        return self.own(x, rows, tokens)
+
+    def shared(self, value: Any) -> Any:
+        """Rank 0's object, on every rank."""
+        if self.mesh.world == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, 0, group=self.host, device=torch.device("cpu"))
+        return box[0]
+
+    def every(self, value: Any) -> list[Any]:
+        """The object of each rank, in order of ranks."""
+        if self.mesh.world == 1:
+            return [value]
+        out: list[Any] = [None] * self.mesh.world
+        dist.all_gather_object(out, value, group=self.host)
+        return out
+
+    def agree(self, facts: dict[str, str]) -> None:
+        """RanksError on every rank, naming ranks and values, unless all ranks state the same facts."""
+        stated = self.every(facts)
+        problems = [
+            f"rank {rank}: {name} is {theirs.get(name)}, on rank 0 it is {stated[0].get(name)}; start all ranks alike"
+            for rank, theirs in enumerate(stated)
+            for name in sorted(stated[0] | theirs)
+            if theirs.get(name) != stated[0].get(name)
+        ]
+        if problems:
+            raise RanksError(problems)
 
 
 def join(mesh: Mesh, rank: int, world: int, device: torch.device, init: str | None = None) -> Ranks:
     """This process as rank `rank` of `world`. `init` is where the ranks meet; None is torchrun's environment."""
     check(mesh, rank, world)
-    if world > 1 and not dist.is_initialized():
+    if world == 1:
+        return Ranks(rank, mesh)
+    if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         where = device if device.type == "cuda" else None
         dist.init_process_group(backend, init or "env://", TIMEOUT, world, rank, device_id=where)
-    return Ranks(rank, mesh)
+    host = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    if mesh.tp == world:
+        return Ranks(rank, mesh, host=host)
+    # Every rank makes every group, in the same order.
+    tp = mesh.tp
+    peers = [dist.new_group(list(range(first, first + tp))) for first in range(0, world, tp)]
+    across = [dist.new_group(list(range(place, world, tp))) for place in range(tp)]
+    return Ranks(rank, mesh, peers[rank // tp], across[rank % tp], host)
 
 
 def check(mesh: Mesh, rank: int, world: int) -> None:
-    """RanksError unless these processes can run an artifact of this mesh."""
+    """RanksError unless there are as many processes as the artifact has ranks."""
     if world != mesh.world:
         raise RanksError(
             f"rank {rank}: {world} processes run an artifact of {mesh.world} ranks ({mesh}); "
             f"start {mesh.world}, or convert the artifact again with --world {world}"
         )
-    if mesh.tp != mesh.world:
-        raise RanksError(
-            f"rank {rank}: the artifact has tp {mesh.tp} below world {mesh.world}, groups that serve different "
-            f"requests; that cannot be run yet, convert it again with --tp {mesh.world}"
-        )
 
 
 def leave() -> None:
-    """Ends the process group, if there is one."""
+    """Ends the process groups, if there are any."""
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,25 +1,28 @@
 """What kiln-run does on every rank once the model is loaded. Rank 0 speaks, the others compute."""
 
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from runtime_min.artifact import Artifact
-from runtime_min.generate import check_ids, check_length, generate, score
+from runtime_min.core import Core
+from runtime_min.engine import Engine
 from runtime_min.kernels.check import self_check
+from runtime_min.messages import Event
 from runtime_min.models.decoder import Decoder
-from runtime_min.pictures import PromptError, placed
+from runtime_min.pictures import PromptError, media, placed
 from runtime_min.prompt import Prompt, conversation, encoded, user_message
+from runtime_min.request import Bounds, Limits, Request
 from runtime_min.sample import Sampling
+from runtime_min.score import score
 from runtime_min.text import Stream, Tokenizer
 from runtime_min.vision.encoder import Encoder
-from runtime_min.vision.items import Item
+from runtime_min.vision.items import Patched
 
 SCORED = {"ids": (torch.int64, 2)}
 PICTURED = {"pixels": (torch.float32, 4), "grids": (torch.int64, 2)}
@@ -54,38 +57,54 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
     """Rank 0: ids, text (if there is a tokenizer), finish reason and the prompt's length; None elsewhere."""
     tokenizer = Tokenizer.open(artifact.path) if (artifact.path / "tiktoken.model").exists() else None
     prompt = prompt_of(wanted, tokenizer, artifact)
-    check_ids(prompt.ids, model.dims.vocab, "prompt")
-    check_length(model, len(prompt.ids), wanted.tokens)
-    features = features_of(model, artifact, prompt.items)
-    pictures = placed(prompt.ids, artifact.config.ids.media_placeholder, features)
-    stops = (
-        tokenizer.stop_ids if tokenizer is not None else frozenset(i for i in artifact.config.ids.eos if i is not None)
-    )
-    sampling = Sampling(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k)
-    speaks = model.ranks.rank == 0
+    request = request_of(wanted, prompt, stops_of(tokenizer, artifact))
+    context = model.cos.shape[0]
+    Bounds(vocab=model.dims.vocab, context=context, cache_tokens=context).check(request)
+    encode = Encoder.load(artifact, model.ops, model.ranks, model.settings) if prompt.items else None
+    core = Core(model, Limits(running=1, cache_tokens=len(prompt.ids) + wanted.tokens, graphs=1), encode)
+    if model.ranks.rank != 0:
+        core.follow()
+        return None
+    patch = 0 if encode is None else encode.rule.patch
+    request = replace(request, media=media(prompt.ids, artifact.config.ids.media_placeholder, prompt.items, patch))
     stream = Stream(tokenizer) if tokenizer is not None else None
-    ids: list[int] = []
-    text = ""
-    how: dict[str, Any] = {"tokens": wanted.tokens, "sampling": sampling, "seed": wanted.seed, "stops": stops}
-    for token in generate(model, prompt.ids, pictures=pictures, **how):
-        ids.append(token)
-        piece = "" if token in stops else (stream.feed(token) if stream is not None else f"{token} ")
-        text += piece
-        if speaks and wanted.stream:
+    text: list[str] = []
+
+    def told(piece: str) -> None:
+        text.append(piece)
+        if wanted.stream:
             sys.stdout.write(piece)
             sys.stdout.flush()
-    rest = stream.flush() if stream is not None else ""
-    if speaks and wanted.stream:
-        sys.stdout.write(rest + "\n")
-        sys.stdout.flush()
-    finish = "stop" if ids and ids[-1] in stops else "length"
-    facts = {
-        "ids": ids,
-        "text": text + rest if stream is not None else None,
-        "finish_reason": finish,
+
+    def listen(_: int, event: Event) -> None:
+        for token in event.tokens:
+            if token not in request.stops:
+                told(stream.feed(token) if stream is not None else f"{token} ")
+
+    with Engine.over(core) as engine:
+        result = engine.generate([request], listen=listen)[0]
+    told((stream.flush() if stream is not None else "") + ("\n" if wanted.stream else ""))
+    if result.error is not None:
+        raise PromptError(f"{result.error}; is the artifact damaged?")
+    return {
+        "ids": result.ids,
+        "text": "".join(text) if stream is not None else None,
+        "finish_reason": result.finish,
         "prompt_tokens": len(prompt.ids),
     }
-    return facts if speaks else None
+
+
+def stops_of(tokenizer: Tokenizer | None, artifact: Artifact) -> frozenset[int]:
+    """Ids that end an answer."""
+    if tokenizer is not None:
+        return tokenizer.stop_ids
+    return frozenset(i for i in artifact.config.ids.eos if i is not None)
+
+
+def request_of(wanted: Generation, prompt: Prompt, stops: frozenset[int]) -> Request:
+    """The request without its pictures."""
+    sampling = Sampling(temperature=wanted.temperature, top_p=wanted.top_p, top_k=wanted.top_k, seed=wanted.seed)
+    return Request(prompt=tuple(prompt.ids), max_tokens=wanted.tokens, sampling=sampling, stops=stops)
 
 
 def prompt_of(wanted: Generation, tokenizer: Tokenizer | None, artifact: Artifact) -> Prompt:
@@ -100,13 +119,6 @@ def prompt_of(wanted: Generation, tokenizer: Tokenizer | None, artifact: Artifac
         return encoded(artifact, tokenizer, request, Path("/"), wanted.thinking)
     assert wanted.messages is not None
     return encoded(artifact, tokenizer, conversation(wanted.messages), wanted.media_root, wanted.thinking)
-
-
-def features_of(model: Decoder, artifact: Artifact, items: Sequence[Item]) -> Tensor | None:
-    """Embeddings of the prompt's pictures, if it has any; the vision part is read only then."""
-    if not items:
-        return None
-    return Encoder.load(artifact, model.ops, model.ranks, model.settings).items(items)
 
 
 def score_task(model: Decoder, artifact: Artifact, wanted: Scoring) -> dict[str, Any] | None:
@@ -128,7 +140,9 @@ def score_task(model: Decoder, artifact: Artifact, wanted: Scoring) -> dict[str,
             raise PromptError(f"{wanted.source}: grids: found {list(tensors['grids'].shape)}, expected [N, 3]")
         encoder = Encoder.load(artifact, model.ops, model.ranks, model.settings)
         grids = [(int(t), int(h), int(w)) for t, h, w in tensors["grids"].tolist()]
-        features = encoder.pixels(tensors["pixels"], grids)
+        encoder.tower.check(tensors["pixels"], grids)
+        parts = tensors["pixels"].split([prod(g) for g in grids])  # type: ignore[no-untyped-call]
+        features = encoder([Patched(g, p) for g, p in zip(grids, parts, strict=True)])
     pictures = placed(ids.flatten().tolist(), artifact.config.ids.media_placeholder, features)
     logits = score(model, ids, pictures=pictures)
     if model.ranks.rank != 0:

@@ -18,11 +18,11 @@ from torch import Tensor
 from convert.demo.checkpoint import write_demo
 from convert.demo.geometry import TINY, Geometry, k26
 from runtime_min.artifact import Artifact
-from runtime_min.generate import score
 from runtime_min.kernels.jit import Jit
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, triton_ops
 from runtime_min.ranks import Ranks
+from runtime_min.score import score
 from specs.mesh import Mesh
 from tests.lab import converted
 from tests.together import together

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from convert.demo.geometry import template
 from runtime_min.vision import clips
-from runtime_min.vision.items import Media, clip, digest, normalized, patches, picture, stamp
+from runtime_min.vision.items import Media, clip, digest, normalized, patches, picture, prepared, stamp
 from runtime_min.vision.picture import MAX_PIXELS, rgb
 from runtime_min.vision.rule import Fit, MediaError, Rule
 from runtime_min.vision.sources import Sources
@@ -178,7 +178,7 @@ def test_equal_digests_mean_equal_pictures() -> None:
     one, same, other = (picture("x", d, RULE).items[0] for d in (
         saved(drawn(40, 30)), saved(drawn(40, 30), "BMP"), saved(drawn(40, 30, 1))
     ))  # fmt: skip
-    names = [digest(i, patches(i, P)) for i in (one, same, other)]
+    names = [digest(made) for made in prepared((one, same, other), P)]
     assert names[0] == names[1] != names[2]
 
 

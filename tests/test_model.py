@@ -15,12 +15,15 @@ from torch import Tensor
 from convert.demo.checkpoint import write_demo
 from convert.demo.geometry import TINY, Geometry
 from runtime_min.artifact import Artifact
-from runtime_min.generate import generate, score
-from runtime_min.kv import Sequence, batch
+from runtime_min.core import Core
+from runtime_min.engine import Engine
+from runtime_min.kv import batch
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF
+from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
-from runtime_min.sample import Sampling
+from runtime_min.request import Limits
+from runtime_min.score import score
 from tests.lab import converted
 from tests.reference import dequantized, reference
 
@@ -85,8 +88,8 @@ def test_greedy_tokens_equal_transformers(pair: tuple[Any, Path, Geometry]) -> N
         want = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=32, do_sample=False)[
             0, 70:
         ]
-    got = list(generate(decoder(out), prompt[0].tolist(), tokens=32, sampling=Sampling()))
-    assert got == want.tolist()
+    engine = Engine.over(Core(decoder(out), Limits()))
+    assert engine.generate(prompt.tolist(), max_tokens=32)[0].ids == want.tolist()
 
 
 def test_decode_chunks_and_batches_equal_one_long_prefill(pair: tuple[Any, Path, Geometry]) -> None:

@@ -12,11 +12,11 @@ from torch import Tensor
 from convert.demo.checkpoint import write_demo
 from convert.demo.geometry import TINY, Geometry
 from runtime_min.artifact import Artifact
-from runtime_min.generate import score
 from runtime_min.kernels.jit import Jit
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, triton_ops
 from runtime_min.ranks import Ranks
+from runtime_min.score import score
 from tests.lab import converted
 from tests.reference import dequantized, reference
 from tests.test_model import OTHER, ROOT, ids_for

@@ -17,15 +17,15 @@ from convert.demo.geometry import TINY
 from runtime_min.artifact import Artifact
 from runtime_min.bench.vision import operations
 from runtime_min.cli import main
-from runtime_min.generate import score
 from runtime_min.kernels.jit import Jit
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.vit import GRIDS_KEPT, Grid, Tower, VisionError
 from runtime_min.ops import REF, triton_ops
 from runtime_min.pictures import Pictures, PromptError, placed
 from runtime_min.ranks import Ranks
+from runtime_min.score import score
 from runtime_min.vision.encoder import Encoder, passes, shares
-from runtime_min.vision.items import clip, normalized, patches, picture
+from runtime_min.vision.items import Patched, clip, normalized, patches, picture, prepared
 from specs.config import read_config
 from specs.mesh import Mesh
 from tests.fullsize import k26_config
@@ -79,6 +79,11 @@ def tower_of(path: Path, dtype: torch.dtype = torch.float32) -> Tower:
 
 def encoder_of(path: Path, ranks: Ranks) -> Encoder:
     return Encoder(tower_of(path), RULE, ranks)
+
+
+def items_of(pixels: Tensor, grids: Sequence[Grid]) -> list[Patched]:
+    parts = pixels.split([prod(g) for g in grids])  # type: ignore[no-untyped-call]
+    return [Patched(g, p) for g, p in zip(grids, parts, strict=True)]
 
 
 def decoder_of(path: Path, ranks: Ranks) -> Decoder:
@@ -155,7 +160,7 @@ def test_patches_and_grids_must_fit(artifact: Path, shape: tuple[int, ...], grid
 def test_logits_equal_transformers(model: Any, artifact: Path, grids: list[Grid]) -> None:
     ids, pixels = prompt_for(grids), pixels_of(grids)
     alone = Ranks(0, Mesh())
-    pictures = placed(ids.flatten().tolist(), PAD, encoder_of(artifact, alone).pixels(pixels, grids))
+    pictures = placed(ids.flatten().tolist(), PAD, encoder_of(artifact, alone)(items_of(pixels, grids)))
     decoder, want = decoder_of(artifact, alone), wanted_logits(model, ids, pixels, grids)
     for chunk in (2048, 7):
         assert (score(decoder, ids, chunk, pictures) - want).abs().max() <= BOUND
@@ -189,7 +194,7 @@ def test_every_mesh_gives_the_same(demo: Path, tmp_path: Path, model: Any, mesh:
             return forward(p, g)
 
         encoder.tower.forward = counted  # type: ignore[method-assign]
-        features = encoder.pixels(pixels, grids)
+        features = encoder(items_of(pixels, grids))
         pictures = placed(ids.flatten().tolist(), PAD, features)
         return features, score(decoder_of(tmp_path / "a", ranks), ids, pictures=pictures)
 
@@ -209,9 +214,11 @@ def test_files_are_encoded_alike_by_one_rank_and_by_three(artifact: Path) -> Non
     want = tower_of(artifact).forward(raw, [i.grid for i in items])
     for world, some in ((1, items), (3, items), (3, items[:2])):
         tokens = sum(i.tokens for i in some)
-        for rows in together(Mesh(world=world, tp=world), lambda r, some=some: encoder_of(artifact, r).items(some)):
+        for rows in together(
+            Mesh(world=world, tp=world), lambda r, some=some: encoder_of(artifact, r)(prepared(some, 14))
+        ):
             assert rows.shape == (tokens, TINY.hidden) and (rows - want[:tokens]).abs().max() <= 1e-5
-    assert encoder_of(artifact, Ranks(0, Mesh())).items([]).shape == (0, TINY.hidden)
+    assert encoder_of(artifact, Ranks(0, Mesh()))([]).shape == (0, TINY.hidden)
 
 
 def test_items_are_shared_out_by_cost() -> None:

@@ -38,13 +38,16 @@ class Meeting:
 class Together(Ranks):
     """Ranks whose peers are threads of this process. Sums are in the dtype of their terms, one rank after another."""
 
-    meeting: Meeting
+    meeting: Meeting = field(kw_only=True)
 
     def sum(self, x: Tensor) -> Tensor:
         total = torch.zeros_like(x)
         for part in self.meeting.exchange(self.rank, x):
             total += part
         return x.copy_(total)
+
+    def sum_own(self, x: Tensor, rows: int, tokens: int) -> Tensor:
+        return self.sum(x)
 
     def join(self, x: Tensor) -> Tensor:
         return torch.cat(self.meeting.exchange(self.rank, x), -1)
@@ -64,7 +67,7 @@ def together(mesh: Mesh, work: Callable[[Ranks], T]) -> list[T]:
 
     def one(rank: int) -> T:
         try:
-            return work(Together(rank, mesh, meeting))
+            return work(Together(rank, mesh, meeting=meeting))
         except BaseException:
             meeting.barrier.abort()
             raise

@@ -24,7 +24,7 @@ from runtime_min.models.vit import Grid, Tower
 from runtime_min.ops import REF, Ops, triton_ops
 from runtime_min.ranks import Ranks
 from runtime_min.vision.encoder import Encoder, passes
-from runtime_min.vision.items import picture
+from runtime_min.vision.items import picture, prepared
 from runtime_min.vision.rule import Rule
 from specs import manifest
 from specs.config import read_config
@@ -205,7 +205,8 @@ def measured(config: ModelConfig, rule: Rule, tflops: float) -> list[Row]:
             repeated, grids = pixels.repeat(batch, 1, 1, 1), torch.tensor([grid] * batch, device=device)
 
             def from_files(data: bytes = data, batch: int = batch) -> object:
-                return encoder.items([i for _ in range(batch) for i in picture("bench", data, rule).items])
+                items = [i for _ in range(batch) for i in picture("bench", data, rule).items]
+                return encoder(prepared(items, rule.patch))
 
             rows.append(
                 Row(

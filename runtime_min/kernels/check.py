@@ -11,9 +11,10 @@ from torch import Tensor
 
 from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.moe_route.ref import Routing
-from runtime_min.kv import Sequence, batch, room
+from runtime_min.kv import batch, room
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, Ops, each
+from runtime_min.pages import Sequence
 from specs.dims import VisionDims
 
 # Largest difference against the largest wanted value: bf16 rounds inputs, weights and results once each; a table of
@@ -43,7 +44,7 @@ def self_check(model: Decoder) -> tuple[list[Checked], float]:
     begin = time.perf_counter()
     worst: dict[str, tuple[int, float]] = {}
     kinds = {0, min(model.dims.dense_layers, model.dims.layers - 1)}
-    small = _with_layers(model, sorted(kinds), _comparing(model.ops, worst))
+    small = with_layers(model, sorted(kinds), _comparing(model.ops, worst))
     for sizes in STEPS:
         cache = small.cache(room(cached for _, cached in sizes))
         past, work = [], []
@@ -90,7 +91,7 @@ def refuse_wrong(found: list[Checked]) -> None:
         )
 
 
-def _with_layers(model: Decoder, layers: list[int], ops: Ops) -> Decoder:
+def with_layers(model: Decoder, layers: list[int], ops: Ops) -> Decoder:
     """The same weights with only these layers, run by `ops`."""
     small = copy.copy(model)
     small.dims, small.ops = replace(model.dims, layers=len(layers)), ops

@@ -40,8 +40,12 @@ def choosers(arch: str, artifact: Path, weights: str) -> list[Choose]:
 
 def chooser_here() -> Choose:
     """Configs for the current GPU by the package's tables."""
-    arch = arch_here()
-    return chooser(arch, tables_of(torch.cuda.get_device_name(), tuning.tables(arch)))
+    return chooser(arch_here(), tables_here())
+
+
+def tables_here(artifact: Path | None = None, weights: str = "") -> list[Table]:
+    """The tables that the current GPU's configs come from."""
+    return tables_of(torch.cuda.get_device_name(), tuning.tables(arch_here(), artifact, weights))
 
 
 def tables_of(device: str, tables: Sequence[Table]) -> list[Table]:
@@ -55,9 +59,8 @@ def kernels_of(artifact: Path, weights: str) -> Kernels:
         raise index.KernelError(
             f"{arch}: this GPU is of an architecture that is not known; known are {', '.join(archs())}"
         )
-    device = torch.cuda.get_device_name()
-    tables = tables_of(device, tuning.tables(arch, artifact, weights))
-    said = remarks(device, tables)
+    tables = tables_here(artifact, weights)
+    said = remarks(torch.cuda.get_device_name(), tables)
     if said:
         sys.stderr.write(f"tuning: {'; '.join(said)}; `kiln-run tune {artifact}` times what is missing\n")
     if (index.folder(artifact, arch) / index.NAME).exists():

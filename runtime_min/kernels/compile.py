@@ -18,10 +18,11 @@ from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.record import Recorder, Step, Variant, steps
-from runtime_min.kv import LatentCache, Sequence, batch, room
+from runtime_min.kv import LatentCache, batch, room
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_artifact
 from runtime_min.ops import Ops, triton_ops
+from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
 from specs.dims import TextDims, VisionDims
 from specs.mesh import Mesh
@@ -36,6 +37,21 @@ class Alone(Ranks):
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         return torch.cat([x] * self.mesh.tp, -1)
+
+    def agreed(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def brought(self, x: torch.Tensor, rows: int) -> torch.Tensor:
+        return x if self.groups == 1 else x.new_zeros(self.groups * rows, x.shape[1])
+
+    def sum_own(self, x: torch.Tensor, rows: int, tokens: int) -> torch.Tensor:
+        return self.own(x, rows, tokens)
+
+    def shared(self, value: Any) -> Any:
+        return value
+
+    def every(self, value: Any) -> list[Any]:
+        return [value]
 
 
 def recorded(

@@ -12,6 +12,7 @@ from runtime_min.kernels import index
 from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.launch import Launch, Problem
 from runtime_min.kernels.record import Variant, variant
+from specs import manifest
 
 MAX_DYNAMIC_SHARED = 8
 STATIC_LIMIT = 48 << 10
@@ -77,13 +78,15 @@ class Loaded:
 
 
 class Cubins:
-    """Kernels of one artifact. Everything is loaded and checked at once; what is missing is named when it is wanted."""
+    """Kernels of one artifact, whose index has this digest. Everything is loaded and checked at once; what is missing
+    is named when it is wanted."""
 
     compiled = 0
 
     def __init__(self, artifact: Path, arch: str, weights: str, choose: Callable[[Problem], Any]) -> None:
         self.artifact, self.arch, self.pick = artifact, arch, choose
         self.loaded = Loaded()
+        self.digest = str(manifest.read_json(index.folder(artifact, arch) / index.NAME)["digest"])
         for kernel in index.read(artifact, arch, weights).values():
             self.loaded.add(kernel, index.image(artifact, arch, kernel))
 

@@ -53,6 +53,7 @@ class Table:
     """Configs of one device; `stale` ops were tuned with other device code or other fields, and count for nothing."""
 
     path: Path
+    digest: str
     setting: Setting
     entries: tuple[Entry, ...]
     stale: tuple[str, ...]
@@ -112,7 +113,9 @@ def read(path: Path, weights: str = "") -> Table:
         else:
             entries += mine
     setting = built(Setting, found["setting"])
-    return Table(path=path, setting=setting, entries=tuple(entries), stale=tuple(stale))
+    return Table(
+        path=path, digest=str(found["digest"]), setting=setting, entries=tuple(entries), stale=tuple(stale)
+    )  # fmt: skip
 
 
 def _entries(op: str, rows: Any) -> list[Entry] | None:

@@ -6,16 +6,15 @@ import torch
 from torch import Tensor
 
 from runtime_min.artifact import Artifact, Stored
-from runtime_min.kv import Batch, LatentCache
+from runtime_min.kv import FEW_QUERIES, Batch, LatentCache, Part
 from runtime_min.models.rope import softmax_scale, tables
 from runtime_min.ops import MoeShape, Ops
+from runtime_min.pages import PAGE_TOKENS
 from runtime_min.ranks import Ranks
 from specs.dims import TextDims
 from specs.mesh import cut
 
 INNER_EPS = 1e-6
-# Up to this many query tokens a sequence, attention stays in the latent space; above, it is cheaper to expand keys.
-DECODE_QUERIES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,14 +50,18 @@ class Attention:
         latent = ops.rmsnorm(latent, self.kv_a_norm, eps)
         rows = cache.rows[self.layer]
         q_pe = ops.rope_cache(q_pe, k_pe, latent, m.cos, m.sin, batch.positions, batch.slots, rows)
-        where = (rows, batch.pages, batch.cu_q, batch.lengths, cache.page_tokens, m.scale)
-        if batch.longest > DECODE_QUERIES:
-            out = ops.mla_prefill(q_nope.contiguous(), q_pe, self.w_uk, self.w_uv, *where, batch.bounds)
-        else:
-            q_lat = ops.heads_linear(q_nope, self.w_uk, True)
-            o_lat = ops.mla_decode(q_lat, q_pe, *where, batch.longest)
-            out = ops.heads_linear(o_lat, self.w_uv, False)
-        return ops.linear(out.flatten(1), self.o)
+        out = [self._attended(q_nope[p.first : p.last], q_pe[p.first : p.last], rows, p, cache) for p in batch.parts]
+        return ops.linear((out[0] if len(out) == 1 else torch.cat(out)).flatten(1), self.o)
+
+    def _attended(self, q_nope: Tensor, q_pe: Tensor, rows: Tensor, part: Part, cache: LatentCache) -> Tensor:
+        """Output [T, heads, v_head] of the part's query tokens."""
+        ops = self.model.ops
+        where = (rows, part.pages, part.cu_q, part.lengths, cache.page_tokens, self.model.scale)
+        if part.longest > FEW_QUERIES:
+            return ops.mla_prefill(q_nope.contiguous(), q_pe, self.w_uk, self.w_uv, *where, part.bounds)
+        q_lat = ops.heads_linear(q_nope, self.w_uk, True)
+        o_lat = ops.mla_decode(q_lat, q_pe, *where, part.longest)
+        return ops.heads_linear(o_lat, self.w_uv, False)
 
 
 class Dense:
@@ -87,14 +90,19 @@ class Experts:
             gate_up=(self.gate_up.parameters["tile_n"], self.gate_up.parameters["tile_k"]),
             down=(self.down.parameters["tile_n"], self.down.parameters["tile_k"]),
         )
-        self.dims, self.ops = d, model.ops
+        self.dims, self.ops, self.ranks = d, model.ops, ranks
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x [T, hidden] -> this rank's share [T, hidden]. The router adds up in FP32, as its bias is stored."""
-        logits = self.ops.linear(x, self.router, self.bias.dtype)
+    def __call__(self, x: Tensor, rows: int) -> Tensor:
+        """x [T, hidden] of this group -> this rank's share for the tokens of every group [groups * rows, hidden].
+
+        The router adds up in FP32, as its bias is stored.
+        """
+        every = self.ranks.brought(x, rows)
+        logits = self.ops.linear(every, self.router, self.bias.dtype)
         routing = self.ops.route(logits, self.bias, self.dims.top_k, self.dims.routed_scale)
-        routed = self.ops.moe_int4(x, self.gate_up.tensor, self.down.tensor, routing, self.first, self.shape)
-        return routed + self.shared(x)
+        share = self.ops.moe_int4(every, self.gate_up.tensor, self.down.tensor, routing, self.first, self.shape)
+        self.ranks.own(share, rows, len(x)).add_(self.shared(x))
+        return share
 
 
 class Decoder:
@@ -123,10 +131,10 @@ class Decoder:
         norms = [weights[f"layers.{i}.{n}"].tensor for n in ("input_norm", "ffn_norm")]
         return norms[0], Attention(weights, i, self), norms[1], ffn
 
-    def cache(self, tokens: int) -> LatentCache:
+    def cache(self, tokens: int, page_tokens: int = PAGE_TOKENS) -> LatentCache:
         """A latent cache for `tokens` tokens over all sequences."""
         d = self.dims
-        return LatentCache(d.layers, tokens, d.kv_a, self.settings.dtype, self.settings.device)
+        return LatentCache(d.layers, tokens, d.kv_a, self.settings.dtype, self.settings.device, page_tokens)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: LatentCache, pictures: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -142,8 +150,14 @@ class Decoder:
         following = [layer[0] for layer in self.layers[1:]] + [self.norm]
         for (_, attention, ffn_norm, ffn), next_norm in zip(self.layers, following, strict=True):
             h, x = add_rmsnorm(self.ranks.sum(attention(x, batch, cache)), h, ffn_norm, eps)
-            h, x = add_rmsnorm(self.ranks.sum(ffn(x)), h, next_norm, eps)
+            h, x = add_rmsnorm(self._summed(ffn, x, batch.rows), h, next_norm, eps)
         return self.ranks.join(self.ops.linear(x[batch.last], self.head))
+
+    def _summed(self, ffn: Dense | Experts, x: Tensor, rows: int) -> Tensor:
+        """The whole output [T, hidden]; groups of ranks meet in the experts only."""
+        if isinstance(ffn, Dense):
+            return self.ranks.sum(ffn(x))
+        return self.ranks.sum_own(ffn(x, rows), rows, len(x))
 
     def _embedded(self, ids: Tensor) -> Tensor:
         """Rows of the vocabulary-cut embedding [T, hidden]; a rank adds zeros for ids it does not hold."""

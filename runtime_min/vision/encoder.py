@@ -1,7 +1,6 @@
-"""From items to rows of the text embedding: shared out over the ranks, patches made in threads while others compute."""
+"""From patches of items to rows of the text embedding, shared out over the ranks."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 
@@ -14,13 +13,12 @@ from runtime_min.models.decoder import Settings
 from runtime_min.models.vit import Grid, Tower
 from runtime_min.ops import Ops
 from runtime_min.ranks import Ranks
-from runtime_min.vision.items import Item, normalized, patches
+from runtime_min.vision.items import Patched, normalized
 from runtime_min.vision.rule import Rule
 from specs.dims import VisionDims
 
-# Patches in one pass: enough to fill a card, few enough that the next pass's patches are made meanwhile.
+# Patches in one pass: enough to fill a card.
 PASS = 1 << 15
-WORKERS = 8
 
 
 def cost(grid: Grid, dims: VisionDims) -> int:
@@ -54,7 +52,7 @@ def passes(grids: Sequence[Grid], mine: Sequence[int]) -> Iterator[list[int]]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Encoder:
-    """One rank's encoder. Every rank calls `items` or `pixels` with the same arguments and gets the same rows."""
+    """One rank's encoder. Every rank calls it with the same items and gets the same rows."""
 
     tower: Tower
     rule: Rule
@@ -73,44 +71,23 @@ class Encoder:
             refuse_wrong(vision_check(ops, artifact.config.vision, settings))
         return cls(Tower(artifact.config.vision, weights, ops), Rule.open(artifact.path), ranks)
 
-    def items(self, items: Sequence[Item]) -> Tensor:
-        """Embeddings [tokens of all items, hidden] in order. MediaError for a picture that cannot be decoded."""
+    def __call__(self, items: Sequence[Patched]) -> Tensor:
+        """Embeddings [tokens of all items, hidden] in order. VisionError if a grid and its patches disagree."""
         grids = [item.grid for item in items]
-        plan = self._plan(grids)
-        groups = list(passes(grids, plan[self.ranks.rank]))
-        with ThreadPoolExecutor(WORKERS) as pool:
-            made = [[pool.submit(patches, items[i], self.rule.patch) for i in group] for group in groups]
-            try:
-                rows = [
-                    self.tower.forward(self._sent([m.result() for m in futures]), [grids[i] for i in group])
-                    for group, futures in zip(groups, made, strict=True)
-                ]
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
-        return self._gathered(rows, grids, plan)
-
-    def pixels(self, pixels: Tensor, grids: Sequence[Grid]) -> Tensor:
-        """The same from normalized patches [P, 3, p, p] of items in order. VisionError if grids and P disagree."""
-        self.tower.check(pixels, grids)
-        parts = pixels.split([prod(g) for g in grids])  # type: ignore[no-untyped-call]
-        plan = self._plan(grids)
-        groups = list(passes(grids, plan[self.ranks.rank]))
+        plan = shares([cost(g, self.tower.dims) for g in grids], self.ranks.mesh.world)
         rows = [
-            self.tower.forward(torch.cat([parts[i] for i in g]).to(self.tower.device), [grids[i] for i in g])
-            for g in groups
+            self.tower.forward(self._sent([items[i].patches for i in group]), [grids[i] for i in group])
+            for group in passes(grids, plan[self.ranks.rank])
         ]
         return self._gathered(rows, grids, plan)
 
-    def _plan(self, grids: Sequence[Grid]) -> list[list[int]]:
-        return shares([cost(g, self.tower.dims) for g in grids], self.ranks.mesh.world)
-
     def _sent(self, made: Sequence[Tensor]) -> Tensor:
-        """uint8 patches side by side on the device, normalized there; the copy does not wait for the device."""
-        device, shape = self.tower.device, (sum(map(len, made)), *made[0].shape[1:])
-        whole = torch.empty(shape, dtype=torch.uint8, pin_memory=device.type == "cuda")
-        torch.cat(list(made), out=whole)
-        return normalized(whole.to(device, non_blocking=True), self.rule, self.tower.dtype)
+        """Patches side by side on the device, normalized there if they are not; the copy waits for nothing."""
+        device = self.tower.device
+        whole = torch.cat(list(made))
+        if device.type == "cuda":
+            whole = whole.pin_memory().to(device, non_blocking=True)
+        return normalized(whole, self.rule, self.tower.dtype) if whole.dtype == torch.uint8 else whole
 
     def _gathered(self, rows: Sequence[Tensor], grids: Sequence[Grid], plan: list[list[int]]) -> Tensor:
         """Rows of every rank's passes, in the order of the items."""

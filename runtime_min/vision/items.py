@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,6 +14,7 @@ from runtime_min.vision.picture import opened, rgb, upright_size
 from runtime_min.vision.rule import Fit, MediaError, Rule
 
 Kind = Literal["image", "video"]
+WORKERS = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -24,6 +26,14 @@ class Item:
     fit: Fit
     grid: tuple[int, int, int]
     tokens: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patched:
+    """An item's patches [t h w, 3, p, p]: uint8 as `patches` cuts them, or in the model's units as `normalized`."""
+
+    grid: tuple[int, int, int]
+    patches: Tensor
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -103,6 +113,17 @@ def normalized(raw: Tensor, rule: Rule, dtype: torch.dtype = torch.float32) -> T
     return ((raw.float() - mean) / std).to(dtype)
 
 
-def digest(item: Item, raw: Tensor) -> str:
+def prepared(items: Sequence[Item], patch: int) -> list[Patched]:
+    """Every item's patches, made in threads. MediaError for the first picture that cannot be decoded."""
+    with ThreadPoolExecutor(WORKERS) as pool:
+        try:
+            made = list(pool.map(lambda item: patches(item, patch), items))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+    return [Patched(item.grid, raw) for item, raw in zip(items, made, strict=True)]
+
+
+def digest(item: Patched) -> bytes:
     """Names an item by what the model sees of it: equal digests give equal embeddings."""
-    return hashlib.sha256(repr(item.grid).encode() + raw.numpy().tobytes()).hexdigest()
+    return hashlib.sha256(repr(item.grid).encode() + item.patches.numpy().tobytes()).digest()

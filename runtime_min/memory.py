@@ -1,0 +1,131 @@
+"""What the card's memory is spent on, decided before the cache is made and told at the start."""
+
+import gc
+from dataclasses import dataclass
+
+import torch
+
+from runtime_min.graphs import sizes
+from runtime_min.kv import LatentCache, batch
+from runtime_min.models.decoder import Decoder
+from runtime_min.pages import Sequence
+from runtime_min.request import Limits
+from runtime_min.sample import Sampling
+from runtime_min.sampler import Row, Sampler
+from runtime_min.scheduler import SCORED
+from specs.errors import InputError
+
+# Tokens in the cache where nobody says, and no card limits them.
+HOST_TOKENS = 1 << 15
+# Expanded keys of a long context, at most.
+EXPANDED = 256 << 20
+# Nodes and parameters of one captured step of some thousand launches.
+GRAPH = 32 << 20
+
+
+class MemoryPlanError(InputError):
+    """The cache that was asked for, or any at all, does not fit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    """Bytes by use. left: what the card keeps free of us."""
+
+    total: int
+    weights: int
+    workspace: int
+    graphs: int
+    page_bytes: int
+    page_tokens: int
+    pages: int
+    left: int
+
+    @property
+    def cache(self) -> int:
+        return self.pages * self.page_bytes
+
+    def line(self) -> str:
+        """One line for people."""
+        parts = {
+            "weights": self.weights, "cache": self.cache, "graphs": self.graphs, "workspace": self.workspace,
+            "left": self.left,
+        }  # fmt: skip
+        told = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts.items())
+        return f"memory: {told} of {self.total / 1e9:.2f} GB; {self.pages * self.page_tokens} tokens in the cache"
+
+
+def plan(
+    *, total: int, free: int, weights: int, workspace: int, graphs: int, page_bytes: int, limits: Limits
+) -> MemoryPlan:  # fmt: skip
+    """Pages for the tokens that `limits` ask for, or for as many as fit in their share of the card.
+
+    MemoryPlanError if what was asked for does not fit, or not even one page does.
+    """
+    room = free - int((1 - limits.memory) * total) - workspace - graphs
+    fit, size = max(0, room // page_bytes - 1), limits.page_tokens
+    pages = fit if limits.cache_tokens is None else -(-limits.cache_tokens // size)
+    if pages > fit or not pages:
+        raise MemoryPlanError(
+            f"memory: {max(1, pages) * size} tokens want {max(1, pages) * page_bytes / 1e9:.2f} GB of cache, "
+            f"{max(0, room) / 1e9:.2f} GB are left for {fit * size} of {total / 1e9:.2f} GB: weights take "
+            f"{weights / 1e9:.2f}, workspace {workspace / 1e9:.2f}, graphs {graphs / 1e9:.2f}; ask for fewer cache "
+            "tokens, running requests or tokens a step"
+        )
+    left = free - workspace - graphs - (pages + 1) * page_bytes
+    return MemoryPlan(
+        total=total, weights=weights, workspace=workspace, graphs=graphs, page_bytes=page_bytes, page_tokens=size,
+        pages=pages, left=left,
+    )  # fmt: skip
+
+
+def measured(model: Decoder, limits: Limits, context: int) -> MemoryPlan | None:
+    """The plan for this card, its workspace measured by running the largest steps; None on a host."""
+    device = model.settings.device
+    if device.type != "cuda":
+        return None
+    emptied()
+    weights = torch.cuda.memory_allocated(device)
+    step, size = min(limits.step_tokens, context), limits.page_tokens
+    cache = model.cache(max(step, limits.running * size), size)
+    prompt = peak(model, cache, [step])
+    decode = peak(model, cache, [1] * limits.running)
+    counts = sizes(limits.graphs)
+    logits = sum(counts) * model.dims.vocab * model.embed.element_size()
+    graphs = int(1.2 * decode) + logits + GRAPH * len(counts) if counts else 0
+    page_bytes = cache.rows[:, :size].numel() * cache.rows.element_size()
+    del cache
+    emptied()
+    free, total = torch.cuda.mem_get_info(device)
+    workspace = max(prompt, decode) + EXPANDED + Sampler.nbytes(limits.running, model.dims.vocab)
+    return plan(
+        total=total, free=free, weights=weights, workspace=workspace, graphs=graphs, page_bytes=page_bytes,
+        limits=limits,
+    )  # fmt: skip
+
+
+def emptied() -> None:
+    """Gives back what nothing holds any more."""
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def peak(model: Decoder, cache: LatentCache, queries: list[int]) -> int:
+    """Bytes that a step of these query tokens takes on top of what is there, with the sampling of its rows and, once,
+    that of as many scored rows as a step may have."""
+    sequences = [Sequence() for _ in queries]
+    sampler = Sampler(len(queries), model.dims.vocab, cache.rows.device)
+    sampling = Sampling(temperature=1.0, top_p=0.9, presence=0.1, logprobs=20)
+    rows = [Row(sampling=sampling, seed=i, position=1, slot=i) for i in range(len(queries))]
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step = batch(cache, [(s, [0] * n) for s, n in zip(sequences, queries, strict=True)])
+    logits = model.forward(step, cache)
+    sampler(logits, rows, 20, model.ranks.agreed)
+    scored = [Row(sampling=Sampling(logprobs=20), seed=0, position=1, slot=None, target=0)] * SCORED
+    sampler(logits[:1].expand(SCORED, -1), scored, 20, model.ranks.agreed)
+    torch.cuda.synchronize()
+    most = torch.cuda.max_memory_allocated() - before
+    for s in sequences:
+        cache.pool.release(s)
+    return most

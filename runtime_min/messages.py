@@ -1,0 +1,53 @@
+"""What goes into an engine and what comes out of it."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from runtime_min.request import Request
+
+Finish = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Logprob:
+    """A token, its log-probability, and the likeliest (token, log-probability) pairs at its place."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submit:
+    """A checked request under an id that grows from one to the next."""
+
+    id: int
+    request: Request
+    seed: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancel:
+    id: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Close:
+    """The last command."""
+
+
+Command = Submit | Cancel | Close
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """News of one request: tokens, or log-probabilities of its prompt, or its end. cached: prompt tokens that came
+    from the prefix cache."""
+
+    id: int
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[Logprob, ...] = ()
+    scored: tuple[Logprob, ...] = ()
+    finish: Finish | None = None
+    error: str | None = None
+    cached: int = 0
