@@ -12,8 +12,10 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from runtime_min.commands import serve as serving
 from runtime_min.commands.kernels import bench, tune
 from runtime_min.launch import DTYPES, Run, launch
+from runtime_min.request import Limits
 from runtime_min.tasks import Generation, Scoring, doctor_task, generate_task, score_task
 from specs.errors import InputError
 from specs.schema import archs
@@ -255,6 +257,27 @@ def doctor(
     click.echo(json.dumps(result) if as_json else "\n".join([*rows, last]))
     if not result["ok"]:
         raise click.exceptions.Exit(1)
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@run_options
+@serving.limit_options
+@serving.options
+def serve(
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
+    running: int, waiting: int, step_tokens: int, context: int | None, cache_tokens: int | None, **given: Any,
+) -> None:  # fmt: skip
+    """Serve ARTIFACT over HTTP: OpenAI's chat and completions, a web page at /, metrics; ends in order on SIGTERM."""
+    limits = Limits(
+        running=running,
+        waiting=waiting,
+        step_tokens=step_tokens,
+        context=context,
+        cache_tokens=cache_tokens,
+        grammars=serving.has_grammars(),
+    )
+    serving.run(chosen(artifact, device, dtype, ops, inner_eps, no_verify), limits, given)
 
 
 main.add_command(tune)

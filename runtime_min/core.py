@@ -14,7 +14,7 @@ from torch import Tensor
 from runtime_min.graphs import Graphs
 from runtime_min.graphs import sizes as counts
 from runtime_min.memory import HOST_TOKENS, MemoryPlan, measured
-from runtime_min.messages import Close, Command, Event, Finish, Logprob, Submit
+from runtime_min.messages import Close, Command, Event, Finish, Logprob, Stats, Submit
 from runtime_min.models.decoder import Decoder
 from runtime_min.pages import Pool
 from runtime_min.request import Bounds, Limits
@@ -25,15 +25,19 @@ from runtime_min.warm import warm
 from specs.errors import InputError
 
 Encode = Callable[[list[Any]], Tensor]
+Constrain = Callable[[str], Any]
 
 
 class Core:
     """Requests of all groups, and the tensors of this rank."""
 
-    def __init__(self, model: Decoder, limits: Limits, encode: Encode | None = None) -> None:
+    def __init__(
+        self, model: Decoder, limits: Limits, encode: Encode | None = None, constrain: Constrain | None = None
+    ) -> None:
         """encode: embeddings [tokens, hidden] of the items of a request's media, one below the other; every rank calls
-        it with the same items."""
+        it with the same items. constrain: a request's place in its compiled grammar."""
         self.model, self.ranks, self.limits, self.encode = model, model.ranks, limits, encode
+        self.constrain = constrain
         self.ranks.agree({"limits": repr(limits)})
         context = min(limits.context or model.dims.context, model.cos.shape[0])
         warm(model, limits.step_tokens)
@@ -63,6 +67,18 @@ class Core:
         """Kernels that were compiled in this process so far. Past `ready` it must not grow."""
         kernels = self.model.ops.kernels
         return 0 if kernels is None else kernels.compiled
+
+    @property
+    def stats(self) -> Stats:
+        s = self.schedulers
+        return Stats(
+            running=sum(len(x.running) for x in s),
+            waiting=sum(len(x.waiting) for x in s),
+            pages=sum(x.pool.pages for x in s),
+            free=sum(x.pool.available for x in s),
+            preempted=sum(x.preempted for x in s),
+            compiled=self.compiled - self.ready,
+        )
 
     @property
     def busy(self) -> bool:
@@ -108,6 +124,10 @@ class Core:
             if len(whole) != sum(sizes):
                 return [Event(id=a.id, finish="error", error=f"pictures: {sum(sizes)} tokens, they make {len(whole)}")]
             a.features = tuple(whole.split(sizes))  # type: ignore[no-untyped-call]
+        if request.grammar is not None:
+            if self.constrain is None:
+                return [Event(id=a.id, finish="error", error="grammars: this engine was started without them")]
+            a.constraint = self.constrain(request.grammar)
         self.active[a.id] = scheduler, a
         scheduler.add(a)
         return []

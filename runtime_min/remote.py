@@ -6,9 +6,9 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from runtime_min.artifact import Artifact
-from runtime_min.core import Core
+from runtime_min.assembled import about, assembled
 from runtime_min.launch import Processes, Run
-from runtime_min.messages import Close, Command, Event
+from runtime_min.messages import Close, Command, Event, Stats
 from runtime_min.models.decoder import Decoder
 from runtime_min.ranks import RanksError
 from runtime_min.request import Bounds, Limits
@@ -24,18 +24,17 @@ class Ready:
 
     bounds: Bounds
     groups: int
-    memory: str | None
+    about: tuple[str, ...]
 
 
-def serve(model: Decoder, _: Artifact, argument: tuple[Limits, Connection]) -> None:
+def serve(model: Decoder, artifact: Artifact, argument: tuple[Limits, Connection]) -> None:
     """The task of every rank: steps until rank 0 is told to close, or the other end of its pipe is gone."""
     limits, pipe = argument
-    core = Core(model, limits)
+    core = assembled(model, artifact, limits)
     if model.ranks.rank != 0:
         core.follow()
         return
-    memory = None if core.memory is None else core.memory.line()
-    pipe.send(Ready(bounds=core.bounds, groups=model.ranks.groups, memory=memory))
+    pipe.send(Ready(bounds=core.bounds, groups=model.ranks.groups, about=about(core, artifact)))
     while not core.closed:
         commands: list[Command] = []
         try:
@@ -45,7 +44,7 @@ def serve(model: Decoder, _: Artifact, argument: tuple[Limits, Connection]) -> N
             commands.append(Close())
         events = core.step(commands)
         if events:
-            pipe.send(events)
+            pipe.send((events, core.stats))
 
 
 class Remote:
@@ -62,15 +61,18 @@ class Remote:
             self.processes.kill()
             raise
         assert isinstance(ready, Ready)
-        self.bounds, self.groups, self.memory = ready.bounds, ready.groups, ready.memory
+        self.bounds, self.groups, self.about, self.stats = ready.bounds, ready.groups, ready.about, Stats()
 
     def step(self, commands: list[Command], seconds: float) -> list[Event]:
         """Sends commands, and gives what has arrived. RanksError once a rank has died; the others are ended then."""
         if commands:
             self.pipe.send(commands)
-        events: list[Event] = self._next(seconds) or []
-        while self.pipe.poll():
-            events += self.pipe.recv()
+        events: list[Event] = []
+        news = self._next(seconds)
+        while news is not None:
+            events += news[0]
+            self.stats = news[1]
+            news = self.pipe.recv() if self.pipe.poll() else None
         return events
 
     def _next(self, seconds: float | None) -> Any:

@@ -34,6 +34,7 @@ class Request:
     """What one caller asks: up to max_tokens ids after `prompt`; an id of `stops` ends it and is given too.
 
     scored: the log-probability of every prompt token after the first, too (and no help from the prefix cache).
+    grammar: a compiled grammar as JSON, which the output keeps to.
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +43,7 @@ class Request:
     stops: frozenset[int] = frozenset()
     scored: bool = False
     media: tuple[Media, ...] = ()
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +53,8 @@ class Limits:
     running: requests in a step; waiting: further ones before new ones are refused; step_tokens: tokens of all requests
     in a step; share: the least of them that a prompt gets, if there are any; cache_tokens: tokens in the cache, None
     for what `memory` of the card leaves; page_tokens: kernels compiled ahead of time know 64; context: the most tokens
-    of a request, None for the model's; graphs: decode steps up to this many tokens are captured, 0 for none.
+    of a request, None for the model's; graphs: decode steps up to this many tokens are captured, 0 for none; grammars:
+    load at the start what requests with grammars need.
     """
 
     running: int = 64
@@ -63,6 +66,7 @@ class Limits:
     context: int | None = None
     memory: float = 0.92
     graphs: int = 64
+    grammars: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.running <= self.step_tokens or min(self.share, self.waiting) < 1 or not 0 < self.memory <= 1:

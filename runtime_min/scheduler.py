@@ -24,7 +24,7 @@ class Active:
     and not read yet; committed: its first pages that are in the prefix cache; cached: prompt tokens that came from
     there at first; scored: prompt tokens after the first whose log-probability was reported; counted:
     its slot holds the counts that penalties need; features: embeddings
-    [tokens, hidden] of each of its media, on the ranks of its group."""
+    [tokens, hidden] of each of its media, on the ranks of its group; constraint: its place in its grammar."""
 
     id: int
     request: Request
@@ -40,6 +40,7 @@ class Active:
     counted: bool = False
     done: bool = False
     features: tuple[Any, ...] = ()
+    constraint: Any = None
 
     @property
     def length(self) -> int:
@@ -48,9 +49,11 @@ class Active:
 
     @property
     def todo(self) -> int:
-        """Tokens to compute before the next one can be sampled; 0 when all that was asked for is sampled."""
+        """Tokens to compute before the next one can be sampled; 0 when all that was asked for is sampled, or while a
+        grammar waits for the token before."""
         finished = self.length - len(self.request.prompt) >= self.request.max_tokens
-        return 0 if finished else self.length - self.sequence.length
+        waits = self.constraint is not None and self.pending
+        return 0 if finished or waits else self.length - self.sequence.length
 
     def keys_up_to(self, pages: int, page_tokens: int) -> list[bytes]:
         """Keys of the first `pages` pages, whose tokens must all be known."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import uvicorn
 
-from runtime_min.messages import Event, Logprob
+from runtime_min.messages import Event, Logprob, Stats
 from runtime_min.request import Bounds, Request
 
 Script = Sequence[Sequence[int]]
@@ -35,6 +35,10 @@ class Scripted:
     pending: list[Event] = field(default_factory=list)
     crash: str | None = None
     closed: bool = False
+
+    @property
+    def stats(self) -> Stats:
+        return Stats(running=len(self.unfinished))
 
     def submit(self, request: Request) -> int:
         self.bounds.check(request)

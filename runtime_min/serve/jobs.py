@@ -1,11 +1,11 @@
 """From the fields of a request to what the engine runs and how its answers are read."""
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any
 
+from runtime_min.pictures import media
 from runtime_min.prompt import slot
 from runtime_min.request import Bounds, Media, Request
 from runtime_min.sample import Sampling
@@ -18,7 +18,6 @@ from runtime_min.text.files import MEDIA_PAD
 from runtime_min.text.messages import checked
 from runtime_min.text.parser import SECTION, Parser, begins_inside_reasoning
 from runtime_min.vision.items import Media as Seen
-from runtime_min.vision.items import digest, patches
 from runtime_min.vision.sources import Sources, parts
 
 # What OpenAI's completions endpoint does when nobody says.
@@ -84,7 +83,7 @@ def chat(served: Served, fields: ChatFields) -> Job:
     return _job(
         served, fields, [tuple(ids)], reader, most=most, bias=bias,
         logprobs=(fields.top_logprobs or 0) if fields.logprobs else None,
-        grammar=_grammar(served, fields, inside), media=tuple(_placed(served, ids, seen)),
+        grammar=_grammar(served, fields, inside), media=_placed(served, ids, seen),
     )  # fmt: skip
 
 
@@ -169,14 +168,12 @@ def _pictures(served: Served, messages: Sequence[Mapping[str, Any]]) -> list[See
     return served.sources.media(messages)
 
 
-def _placed(served: Served, ids: Sequence[int], seen: Sequence[Seen]) -> Iterator[Media]:
-    """Each picture with the place of its tokens. It is decoded here once, so that a damaged one is named."""
-    pads = (i for i, token in enumerate(ids) if token == served.tokenizer.special(MEDIA_PAD))
-    for item in (item for m in seen for item in m.items):
-        assert served.sources is not None
-        content = digest(item, patches(item, served.sources.rule.patch))
-        places = list(islice(pads, item.tokens))
-        yield Media(position=places[0], tokens=item.tokens, digest=bytes.fromhex(content), item=item)
+def _placed(served: Served, ids: Sequence[int], seen: Sequence[Seen]) -> tuple[Media, ...]:
+    """Each picture with the place of its tokens, decoded here, so that a damaged one is named."""
+    if served.sources is None or not seen:
+        return ()
+    items = [item for m in seen for item in m.items]
+    return media(ids, served.tokenizer.special(MEDIA_PAD), items, served.sources.rule.patch)
 
 
 def _grammar(served: Served, fields: ChatFields, inside: bool) -> str | None:

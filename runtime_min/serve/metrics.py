@@ -1,6 +1,7 @@
 """What the server counts: for Prometheus, and for its own line of status."""
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -50,8 +51,17 @@ class Metrics:
         )
         self.gap = Histogram("kiln_token_seconds", "Between tokens of a stream.", buckets=TOKEN, registry=self.registry)
         self.whole = Histogram("kiln_request_seconds", "Of whole requests.", buckets=WAITS, registry=self.registry)
-        busy = Gauge("kiln_requests_under_way", "Waiting and running in the engine.", registry=self.registry)
-        busy.set_function(lambda: pump.busy)
+        gauges: dict[str, tuple[str, Callable[[], float]]] = {
+            "requests_under_way": ("Requests that the engine has.", lambda: pump.busy),
+            "requests_running": ("Requests in the engine's steps.", lambda: pump.engine.stats.running),
+            "requests_waiting": ("Requests that wait for room.", lambda: pump.engine.stats.waiting),
+            "cache_pages": ("Pages of the cache.", lambda: pump.engine.stats.pages),
+            "cache_pages_free": ("Pages that no request holds.", lambda: pump.engine.stats.free),
+            "preemptions": ("Requests that had to give up their pages.", lambda: pump.engine.stats.preempted),
+            "kernels_compiled": ("Kernels compiled since the start; none should.", lambda: pump.engine.stats.compiled),
+        }
+        for name, (what, value) in gauges.items():
+            Gauge(f"kiln_{name}", what, registry=self.registry).set_function(value)
 
     def heard(self, event: Event) -> None:
         """Counts an event of the engine."""

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
-from runtime_min.messages import Event
+from runtime_min.messages import Event, Stats
 from runtime_min.request import Bounds, Request
 from runtime_min.serve.errors import ApiError
 
@@ -31,6 +31,9 @@ class Runs(Protocol):
 
     @property
     def most(self) -> int: ...
+
+    @property
+    def stats(self) -> Stats: ...
 
     def submit(self, request: Request) -> int: ...
 

@@ -10,6 +10,7 @@ from types import FrameType
 
 import uvicorn
 
+from runtime_min.messages import Stats
 from runtime_min.serve.app import Server, app_of
 from runtime_min.serve.http import to_stderr
 from specs.errors import InputError
@@ -95,4 +96,16 @@ def status(server: Server) -> Iterator[str | None]:
         rates = [(a - b) / max(now - then, 1e-9) for a, b in zip(made, before, strict=True)]
         busy = server.pump.busy or any(rates)
         then, before = now, made
-        yield f"status: {server.pump.told()}, {rates[0]:.1f} tokens/s out, {rates[1]:.1f} in" if busy else None
+        yield (
+            f"status: {told(server.pump.engine.stats)}, {rates[0]:.1f} tokens/s out, {rates[1]:.1f} in"
+            if busy
+            else None
+        )
+
+
+def told(stats: Stats) -> str:
+    """The engine's part of a line of status."""
+    used = 100 * (stats.pages - stats.free) / max(1, stats.pages)
+    extra = f", {stats.preempted} preemptions" if stats.preempted else ""
+    extra += f", COMPILED {stats.compiled} KERNELS WHILE SERVING" if stats.compiled else ""
+    return f"{stats.running} running, {stats.waiting} queued, cache {used:.0f}%{extra}"
