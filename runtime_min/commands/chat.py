@@ -3,17 +3,23 @@
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import click
+
 from runtime_min.artifact import Artifact
+from runtime_min.commands.options import chosen, limit_options, run_options
 from runtime_min.engine import Engine
+from runtime_min.pictures import media
 from runtime_min.prompt import Prompt, encoded, user_message
-from runtime_min.request import Request
+from runtime_min.request import Limits, Media, Request
 from runtime_min.sample import Sampling
 from runtime_min.text import Tokenizer
-from runtime_min.text.parser import Call, Parser, Part, begins_inside_reasoning
+from runtime_min.text.parser import Parser, Part, Text, begins_inside_reasoning
+from runtime_min.vision.rule import Rule
 from specs.errors import InputError
 
 DIM, PLAIN = "\033[2m", "\033[0m"
@@ -27,11 +33,11 @@ HELP = """\
 
 @dataclass(slots=True)
 class Chat:
-    """A conversation with an engine. say: writes text as it comes; color: dim what is thought."""
+    """A conversation with an engine. tokens: of an answer at most, None for as many as fit; say: writes text as it
+    comes; color: dim what is thought."""
 
     artifact: Artifact
     engine: Engine
-    request: Callable[[Prompt, int, Sampling, frozenset[int]], Request]
     tokenizer: Tokenizer
     sampling: Sampling
     tokens: int | None
@@ -73,15 +79,12 @@ class Chat:
 
     def _answer(self, prompt: Prompt) -> dict[str, Any]:
         """The answer to a prompt, shown as it comes."""
-        bounds = self.engine.bounds
-        room = min(bounds.context, bounds.cache_tokens) - len(prompt.ids)
         stops = self.tokenizer.stop_ids
-        most = max(1, room if self.tokens is None else min(room, self.tokens))
-        parser = Parser(self.tokenizer, reasoning=begins_inside_reasoning(self.tokenizer, prompt.ids), tools=())
+        parser = Parser(self.tokenizer, reasoning=begins_inside_reasoning(self.tokenizer, prompt.ids))
         begun = time.monotonic()
         told = Told(self.say, self.color)
         count, first = 0, begun
-        for tokens, finish in self._events(self.request(prompt, most, self.sampling, stops)):
+        for tokens, finish in self._events(self._request(prompt)):
             if tokens and not count:
                 first = time.monotonic()
             count += len(tokens)
@@ -93,6 +96,18 @@ class Chat:
         speed = f"{(count - 1) / (last - first):.1f} tokens a second" if count > 1 and last > first else ""
         told.close(", ".join(filter(None, (f"{count} tokens", speed, f"first after {first - begun:.2f} s"))))
         return told.message
+
+    def _request(self, prompt: Prompt) -> Request:
+        bounds = self.engine.bounds
+        room = max(1, min(bounds.context, bounds.cache_tokens) - len(prompt.ids))
+        seen: tuple[Media, ...] = ()
+        if prompt.items:
+            pad, patch = self.artifact.config.ids.media_placeholder, Rule.open(self.artifact.path).patch
+            seen = media(prompt.ids, pad, prompt.items, patch)
+        return Request(
+            prompt=tuple(prompt.ids), max_tokens=room if self.tokens is None else min(room, self.tokens),
+            sampling=self.sampling, stops=self.tokenizer.stop_ids, media=seen,
+        )  # fmt: skip
 
     def _events(self, request: Request) -> Iterator[tuple[tuple[int, ...], str | None]]:
         """Tokens and the reason to end; Ctrl-C ends the answer, not the conversation."""
@@ -123,12 +138,11 @@ class Told:
 
     def show(self, parts: list[Part]) -> None:
         for part in parts:
-            if isinstance(part, Call):
-                self._write(f"\n{part.name} {part.arguments}\n", dim=False)
-            else:
-                key = "reasoning_content" if part.channel == "reasoning" else "content"
-                self.message[key] = self.message.get(key, "") + part.text
-                self._write(part.text, dim=part.channel == "reasoning")
+            # No tools are offered here, so an answer is all text.
+            assert isinstance(part, Text)
+            key = "reasoning_content" if part.channel == "reasoning" else "content"
+            self.message[key] = self.message.get(key, "") + part.text
+            self._write(part.text, dim=part.channel == "reasoning")
 
     def _write(self, text: str, dim: bool) -> None:
         if dim != self._dim:
@@ -146,3 +160,43 @@ class Told:
 def to_stdout(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+@click.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@run_options
+@limit_options
+@click.option("--instant", is_flag=True, help="Answer without thinking first.")
+@click.option("--max-tokens", type=click.IntRange(1), default=None, help="Of an answer.  [default: what fits]")
+@click.option("--temperature", type=click.FloatRange(0), default=1.0, help="0 is greedy.")
+@click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.95)
+@click.option("--seed", type=int, default=None, help="[default: another each time]")
+def chat(
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
+    running: int, waiting: int, step_tokens: int, context: int | None, cache_tokens: int | None, instant: bool,
+    max_tokens: int | None, temperature: float, top_p: float, seed: int | None,
+) -> None:  # fmt: skip
+    """Chat with ARTIFACT in the terminal: history, pictures by path, what is thought dimmed; /help in it tells more."""
+    limits = Limits(
+        running=running, waiting=waiting, step_tokens=step_tokens, context=context, cache_tokens=cache_tokens
+    )
+    with suppress(ImportError):
+        # Lines can be edited and called back where there is readline.
+        import readline  # noqa: F401
+    opened = Artifact.open(artifact, verify=False)
+    sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
+    tokenizer = Tokenizer.open(artifact)
+    how = chosen(artifact, device, dtype, ops, inner_eps, no_verify)
+    with Engine(artifact, limits, **how.how) as engine:
+        talk = Chat(
+            artifact=opened, engine=engine, tokenizer=tokenizer, sampling=sampling, tokens=max_tokens, say=to_stdout,
+            color=sys.stdout.isatty(), thinking=not instant,
+        )  # fmt: skip
+        going = True
+        while going:
+            try:
+                going = talk.line(input("> "))
+            except EOFError:
+                going = False
+            except KeyboardInterrupt:
+                to_stdout("\n")

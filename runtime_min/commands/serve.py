@@ -14,19 +14,6 @@ from specs.errors import InputError
 FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
 
 
-def limit_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Options of the engine's limits."""
-    for option in (
-        click.option("--cache-tokens", type=click.IntRange(1), help="Tokens in the cache.  [default: what fits]"),
-        click.option("--context", type=click.IntRange(1), help="Tokens of a request.  [default: the model's]"),
-        click.option("--step-tokens", type=click.IntRange(1), default=2048, help="Tokens in one step."),
-        click.option("--waiting", type=click.IntRange(1), default=1024, help="Requests that may wait; more get a 429."),
-        click.option("--running", type=click.IntRange(1), default=64, help="Requests in one step."),
-    ):
-        command = option(command)
-    return command
-
-
 def has_grammars() -> bool:
     """Is the extra `grammar` installed?"""
     return find_spec("xgrammar") is not None
@@ -80,7 +67,7 @@ def run(run: Any, limits: Limits, given: dict[str, Any]) -> None:
     sock = bound(given["host"], given["port"])
     artifact = Artifact.open(run.artifact, verify=False)
     start.defaults(artifact.path)
-    engine = Engine(run.artifact, limits, **{k: getattr(run, k) for k in run.__slots__ if k != "artifact"})
+    engine = Engine(run.artifact, limits, **run.how)
     hosts = frozenset(given["hosts"])
     what = start.served(
         artifact, engine.bounds, name=given["name"], choices=given["choices"], root=given["media_root"],
