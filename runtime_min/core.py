@@ -6,13 +6,15 @@ launched before the previous one is read: a decode token goes from sampling to t
 reads it while that step runs. A request that turns out to have ended is in one step too many, whose result is dropped.
 """
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
-from torch import Tensor
-
+from runtime_min.artifact import Artifact
+from runtime_min.embeddings import Embeddings, Encode
 from runtime_min.graphs import Graphs
 from runtime_min.graphs import sizes as counts
+from runtime_min.kernels.jit import Jit
 from runtime_min.memory import HOST_TOKENS, MemoryPlan, measured
 from runtime_min.messages import Close, Command, Event, Finish, Logprob, Stats, Submit
 from runtime_min.models.decoder import Decoder
@@ -21,10 +23,11 @@ from runtime_min.request import Bounds, Limits
 from runtime_min.runner import Entry, Flight, Runner
 from runtime_min.sampler import FIXED, Row, Sampler
 from runtime_min.scheduler import Active, Scheduler
+from runtime_min.text import Tokenizer
+from runtime_min.vision.encoder import Encoder
 from runtime_min.warm import warm
 from specs.errors import InputError
 
-Encode = Callable[[list[Any]], Tensor]
 Constrain = Callable[[str], Any]
 
 
@@ -34,14 +37,14 @@ class Core:
     def __init__(
         self, model: Decoder, limits: Limits, encode: Encode | None = None, constrain: Constrain | None = None
     ) -> None:
-        """encode: embeddings [tokens, hidden] of the items of a request's media, one below the other; every rank calls
-        it with the same items. constrain: a request's place in its compiled grammar."""
-        self.model, self.ranks, self.limits, self.encode = model, model.ranks, limits, encode
-        self.constrain = constrain
+        """encode: what makes embeddings of requests' pictures, None where there can be none; constrain: a request's
+        place in its compiled grammar, likewise."""
+        self.model, self.ranks, self.limits, self.constrain = model, model.ranks, limits, constrain
         self.ranks.agree({"limits": repr(limits)})
         context = min(limits.context or model.dims.context, model.cos.shape[0])
-        warm(model, limits.step_tokens)
-        self.memory: MemoryPlan | None = measured(model, limits, context)
+        if model.settings.device.type == "cuda" and isinstance(model.ops.kernels, Jit):
+            warm(model, limits.step_tokens)
+        self.memory: MemoryPlan | None = measured(model, limits, context, encode)
         size = limits.page_tokens
         pages = -(-(limits.cache_tokens or HOST_TOKENS) // size) if self.memory is None else self.memory.pages
         pages = min(self.ranks.every(pages))
@@ -56,11 +59,32 @@ class Core:
             graphs = Graphs(model, cache, counts(limits.graphs), 1, cache.pool.count(min(context, pages * size)))
             graphs.capture()
         sampler = Sampler(limits.running, model.dims.vocab, model.settings.device)
-        self.runner = Runner(model=model, cache=cache, sampler=sampler, graphs=graphs)
+        embeddings = None if encode is None else Embeddings(encode, limits.pictures)
+        self.runner = Runner(model=model, cache=cache, sampler=sampler, graphs=graphs, embeddings=embeddings)
         self.active: dict[int, tuple[Scheduler, Active]] = {}
         self.flight: Flight | None = None
         self.closed = False
         self.ready = self.compiled
+        if self.ranks.rank == 0:
+            sys.stderr.write("".join(f"{line}\n" for line in self._lines()))
+
+    @classmethod
+    def load(cls, model: Decoder, artifact: Artifact, limits: Limits) -> Self:
+        """The core over an artifact's model, and over its vision part if it has one."""
+        seeing = artifact.has_vision
+        encode = Encoder.load(artifact, model.ops, model.ranks, model.settings) if seeing else None
+        return cls(model, limits, encode, _constrain(artifact) if limits.grammars else None)
+
+    def _lines(self) -> list[str]:
+        """What is told at the start: what memory is spent on, and what can be asked from now on."""
+        graphs = self.runner.graphs
+        captured = "no graphs" if graphs is None else f"graphs of {', '.join(map(str, graphs.counts))} tokens"
+        b, groups, running = self.bounds, self.ranks.groups, self.limits.running
+        ready = (
+            f"ready: {groups * running} requests at once, {groups * b.cache_tokens} tokens in the cache, context "
+            f"{b.context}, {captured}, {self.ready} kernels compiled here"
+        )
+        return [ready] if self.memory is None else [self.memory.line(), ready]
 
     @property
     def compiled(self) -> int:
@@ -115,15 +139,12 @@ class Core:
         scheduler = min(self.schedulers, key=lambda s: len(s.running) + len(s.waiting))
         request = command.request
         a = Active(command.id, request, command.seed, list(request.prompt))
-        if request.media and self.encode is not None:
-            sizes = [m.tokens for m in request.media]
+        if self.runner.embeddings is not None:
             try:
-                whole = self.encode([m.item for m in request.media])
+                for m in request.media:
+                    self.runner.embeddings.encode.check(m.item, m.tokens)
             except InputError as e:
                 return [Event(id=a.id, finish="error", error=f"pictures: {e}")]
-            if len(whole) != sum(sizes):
-                return [Event(id=a.id, finish="error", error=f"pictures: {sum(sizes)} tokens, they make {len(whole)}")]
-            a.features = tuple(whole.split(sizes))  # type: ignore[no-untyped-call]
         if request.grammar is not None:
             if self.constrain is None:
                 return [Event(id=a.id, finish="error", error="grammars: this engine was started without them")]
@@ -167,6 +188,14 @@ class Core:
         if len(a.tokens) - len(a.request.prompt) == a.request.max_tokens:
             return [self._end(a, "length", **news)]
         return [Event(id=a.id, cached=a.cached or 0, **news)]
+
+
+def _constrain(artifact: Artifact) -> Constrain:
+    """Places in grammars over the tokens of an artifact."""
+    from runtime_min.grammar import Constraint, vocabulary
+
+    known = vocabulary(Tokenizer.open(artifact.path))
+    return lambda compiled: Constraint(compiled, known)
 
 
 def _logprob(result: list[float], row: Row) -> Logprob | None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
-from runtime_min.assembled import about, assembled
+from runtime_min.about import about
 from runtime_min.core import Core
 from runtime_min.launch import Run, loaded, world_of
 from runtime_min.messages import Cancel, Close, Command, Event, Finish, Logprob, Stats, Submit
@@ -98,9 +98,9 @@ class Engine:
             self._begin(Remote(run, limits, world))
             return
         with ExitStack() as resources:
-            model, found = resources.enter_context(loaded(run, 0, 1, None))
-            core = assembled(model, found, limits)
-            self._begin(Local(core, resources.pop_all(), about(core, found)))
+            model, opened = resources.enter_context(loaded(run, 0, 1, None))
+            core = Core.load(model, opened, limits)
+            self._begin(Local(core, resources.pop_all(), about(core, opened)))
 
     @classmethod
     def over(cls, core: Core) -> Self:

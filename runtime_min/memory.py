@@ -1,10 +1,13 @@
 """What the card's memory is spent on, decided before the cache is made and told at the start."""
 
 import gc
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
+from runtime_min.embeddings import Encode
 from runtime_min.graphs import sizes
 from runtime_min.kv import LatentCache, batch
 from runtime_min.models.decoder import Decoder
@@ -78,8 +81,9 @@ def plan(
     )  # fmt: skip
 
 
-def measured(model: Decoder, limits: Limits, context: int) -> MemoryPlan | None:
-    """The plan for this card, its workspace measured by running the largest steps; None on a host."""
+def measured(model: Decoder, limits: Limits, context: int, encode: Encode | None) -> MemoryPlan | None:
+    """The plan for this card, its workspace measured by running the largest steps and encoding the largest pictures;
+    None on a host."""
     device = model.settings.device
     if device.type != "cuda":
         return None
@@ -87,8 +91,9 @@ def measured(model: Decoder, limits: Limits, context: int) -> MemoryPlan | None:
     weights = torch.cuda.memory_allocated(device)
     step, size = min(limits.step_tokens, context), limits.page_tokens
     cache = model.cache(max(step, limits.running * size), size)
-    prompt = peak(model, cache, [step])
-    decode = peak(model, cache, [1] * limits.running)
+    prompt = taken(partial(largest, model, cache, [step]))
+    decode = taken(partial(largest, model, cache, [1] * limits.running))
+    pictures = 0 if encode is None else taken(lambda: encode(encode.largest()))
     counts = sizes(limits.graphs)
     logits = sum(counts) * model.dims.vocab * model.embed.element_size()
     graphs = int(1.2 * decode) + logits + GRAPH * len(counts) if counts else 0
@@ -96,7 +101,9 @@ def measured(model: Decoder, limits: Limits, context: int) -> MemoryPlan | None:
     del cache
     emptied()
     free, total = torch.cuda.mem_get_info(device)
-    workspace = max(prompt, decode) + EXPANDED + Sampler.nbytes(limits.running, model.dims.vocab)
+    workspace = max(prompt, decode, pictures) + EXPANDED + Sampler.nbytes(limits.running, model.dims.vocab)
+    if encode is not None:
+        workspace += limits.pictures * model.dims.hidden * model.embed.element_size()
     return plan(
         total=total, free=free, weights=weights, workspace=workspace, graphs=graphs, page_bytes=page_bytes,
         limits=limits,
@@ -109,23 +116,27 @@ def emptied() -> None:
     torch.cuda.empty_cache()
 
 
-def peak(model: Decoder, cache: LatentCache, queries: list[int]) -> int:
-    """Bytes that a step of these query tokens takes on top of what is there, with the sampling of its rows and, once,
-    that of as many scored rows as a step may have."""
+def taken(work: Callable[[], object]) -> int:
+    """Bytes that `work` takes at most on top of what is there."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    work()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def largest(model: Decoder, cache: LatentCache, queries: list[int]) -> None:
+    """A step of these query tokens, with the sampling of its rows and, once, that of as many scored rows as a step may
+    have."""
     sequences = [Sequence() for _ in queries]
     sampler = Sampler(len(queries), model.dims.vocab, cache.rows.device)
     sampling = Sampling(temperature=1.0, top_p=0.9, presence=0.1, logprobs=20)
     rows = [Row(sampling=sampling, seed=i, position=1, slot=i) for i in range(len(queries))]
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
     step = batch(cache, [(s, [0] * n) for s, n in zip(sequences, queries, strict=True)])
     logits = model.forward(step, cache)
     sampler(logits, rows, 20, model.ranks.agreed)
     scored = [Row(sampling=Sampling(logprobs=20), seed=0, position=1, slot=None, target=0)] * SCORED
     sampler(logits[:1].expand(SCORED, -1), scored, 20, model.ranks.agreed)
-    torch.cuda.synchronize()
-    most = torch.cuda.max_memory_allocated() - before
     for s in sequences:
         cache.pool.release(s)
-    return most

@@ -14,7 +14,7 @@ class RequestError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Media:
-    """A picture in a prompt: `tokens` embeddings from `position` on, which each rank makes of `item` when it arrives.
+    """A picture in a prompt: `tokens` embeddings from `position` on, which the ranks make of `item`.
 
     digest: of the content and of how it was prepared, since the ids at these positions say nothing.
     """
@@ -53,8 +53,8 @@ class Limits:
     running: requests in a step; waiting: further ones before new ones are refused; step_tokens: tokens of all requests
     in a step; share: the least of them that a prompt gets, if there are any; cache_tokens: tokens in the cache, None
     for what `memory` of the card leaves; page_tokens: kernels compiled ahead of time know 64; context: the most tokens
-    of a request, None for the model's; graphs: decode steps up to this many tokens are captured, 0 for none; grammars:
-    load at the start what requests with grammars need.
+    of a request, None for the model's; graphs: decode steps up to this many tokens are captured, 0 for none; pictures:
+    tokens of pictures whose embeddings are kept; grammars: load at the start what requests with grammars need.
     """
 
     running: int = 64
@@ -66,6 +66,7 @@ class Limits:
     context: int | None = None
     memory: float = 0.92
     graphs: int = 64
+    pictures: int = 16384
     grammars: bool = False
 
     def __post_init__(self) -> None:

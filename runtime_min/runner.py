@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from runtime_min.embeddings import Embeddings
 from runtime_min.graphs import Graphs
 from runtime_min.kv import Batch, LatentCache, batch, upload
 from runtime_min.models.decoder import Decoder
 from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
+from runtime_min.request import Media
 from runtime_min.sample import Sampling
 from runtime_min.sampler import Row, Sampler
 from runtime_min.scheduler import Active
@@ -53,6 +55,7 @@ class Runner:
     cache: LatentCache
     sampler: Sampler
     graphs: Graphs | None
+    embeddings: Embeddings | None
 
     @property
     def ranks(self) -> Ranks:
@@ -85,21 +88,24 @@ class Runner:
         if self.graphs is not None and all(n <= self.graphs.queries and not _seen(a, n) for p in plans for a, n in p):
             size = self.graphs.size(most)
         tokens = sum(n for _, n in mine)
-        pictures = self._pictures(mine)
+        pictures = self._pictures(plans)
         step = self._batch(mine, max(most, 1), (size or max(tokens, 1)) - tokens)
         if size is not None and self.graphs is not None:
             return self.graphs.replay(step)
         return self.model.forward(step, self.cache, pictures)
 
-    def _pictures(self, plan: Plan) -> tuple[Tensor, Tensor] | None:
-        """Which tokens of this group's step are pictures', and their embeddings."""
+    def _pictures(self, plans: list[Plan]) -> tuple[Tensor, Tensor] | None:
+        """Which tokens of this group's step are pictures', and their embeddings; all ranks encode those of all groups
+        together."""
+        if self.embeddings is None:
+            return None
+        self.embeddings.need(m for plan in plans for a, n in plan for m, _, _ in _seen(a, n))
         places, features, at = [], [], 0
-        for a, n in plan:
+        for a, n in plans[self.ranks.group]:
             start = a.sequence.length
-            for i, low, high in _seen(a, n):
-                position = a.request.media[i].position
+            for m, low, high in _seen(a, n):
                 places.append(np.arange(low, high) - start + at)
-                features.append(a.features[i][low - position : high - position])
+                features.append(self.embeddings.rows[m.digest][low - m.position : high - m.position])
             at += n
         if not places:
             return None
@@ -161,8 +167,8 @@ def _row(a: Active, position: int, sampled: bool, own: bool) -> Row:
     return Row(sampling=sampling, seed=0, position=position, slot=None, target=target)
 
 
-def _seen(a: Active, n: int) -> list[tuple[int, int, int]]:
-    """(number, first, last position) of every picture that reaches into the next n tokens, cut to them."""
+def _seen(a: Active, n: int) -> list[tuple[Media, int, int]]:
+    """(picture, first, last position) of every picture that reaches into the next n tokens, cut to them."""
     start, end = a.sequence.length, a.sequence.length + n
-    found = ((i, max(start, m.position), min(end, m.end)) for i, m in enumerate(a.request.media))
-    return [(i, low, high) for i, low, high in found if low < high]
+    found = ((m, max(start, m.position), min(end, m.end)) for m in a.request.media)
+    return [(m, low, high) for m, low, high in found if low < high]

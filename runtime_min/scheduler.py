@@ -22,9 +22,8 @@ SCORED = 256
 class Active:
     """A request under way. tokens: prompt and output as far as the host has read them; pending: sampled on the device
     and not read yet; committed: its first pages that are in the prefix cache; cached: prompt tokens that came from
-    there at first; scored: prompt tokens after the first whose log-probability was reported; counted:
-    its slot holds the counts that penalties need; features: embeddings
-    [tokens, hidden] of each of its media, on the ranks of its group; constraint: its place in its grammar."""
+    there at first; scored: prompt tokens after the first whose log-probability was reported; counted: its slot holds
+    the counts that penalties need; constraint: its place in its grammar."""
 
     id: int
     request: Request
@@ -39,7 +38,6 @@ class Active:
     scored: int = 0
     counted: bool = False
     done: bool = False
-    features: tuple[Any, ...] = ()
     constraint: Any = None
 
     @property

@@ -2,15 +2,12 @@
 
 from runtime_min.kernels.check import with_layers
 from runtime_min.kernels.compile import take
-from runtime_min.kernels.jit import Jit
 from runtime_min.kernels.record import steps
 from runtime_min.models.decoder import Decoder
 
 
 def warm(model: Decoder, step_tokens: int) -> None:
     """Runs a layer of each kind over batches that reach every kernel of steps of up to `step_tokens` tokens."""
-    if model.settings.device.type != "cuda" or not isinstance(model.ops.kernels, Jit):
-        return
     kinds = sorted({0, min(model.dims.dense_layers, model.dims.layers - 1)})
     small = with_layers(model, kinds, model.ops)
     for step in steps(min(model.dims.context, model.cos.shape[0])):

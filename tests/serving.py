@@ -39,7 +39,7 @@ class Bench:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0)
 
     def post(self, path: str, **body: Any) -> Any:
-        return WEB.post(f"{self.url}{path}", json=body, timeout=20)
+        return WEB.post(f"{self.url}{path}", json={"model": "kimi", **body}, timeout=20)
 
     def chat(self, **body: Any) -> Any:
         return self.post("/v1/chat/completions", **{"messages": HELLO, **body})

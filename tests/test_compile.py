@@ -196,6 +196,7 @@ class NoDriver:
 def test_what_was_not_compiled_is_named_when_it_is_wanted(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cubin, "Driver", NoDriver)
     kernels = cubin.Cubins(artifact, "sm90", digest_of(artifact), chooser("sm90"))
+    assert kernels.digest == manifest.read_json(artifact / "kernels/sm90/index.json")["digest"]
     x = torch.zeros(2, 256, dtype=BF16)
     odd = Launch(kernel="rmsnorm.rows", grid=(2, 1, 1), args=(x, x, x, x, x, 1e-6, 256), constants={"H": 255}, warps=3)
     with pytest.raises(KernelError, match=r"kernels/sm90: has no rmsnorm.rows for .*'H': 255.*3 warps; run `kiln-run"):

@@ -1,10 +1,13 @@
 """The engine: every request as if it were alone, whatever runs beside it, fails, is cancelled or comes back."""
 
 import random
+from collections.abc import Sequence as Several
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from runtime_min.core import Core
 from runtime_min.engine import Engine, EngineError
@@ -187,8 +190,8 @@ def test_the_same_prompt_comes_from_the_cache_and_a_seed_repeats() -> None:
 
 def test_pictures_stand_in_for_tokens_in_every_chunk_and_are_told_apart_in_the_cache() -> None:
     """Embeddings of other tokens, handed in as pictures, give what those tokens give."""
-    model = tiny()
-    one = Engine.over(Core(model, replace(SMALL, cache_tokens=400, step_tokens=10), encode=torch.cat))
+    model, encode = tiny(), Rows()
+    one = Engine.over(Core(model, replace(SMALL, cache_tokens=400, step_tokens=10, pictures=14), encode))
 
     def asked(place: int, ids: list[int], digest: bytes = b"") -> tuple[Request, Request]:
         prompt = tuple(range(40, 70))
@@ -201,6 +204,12 @@ def test_pictures_stand_in_for_tokens_in_every_chunk_and_are_told_apart_in_the_c
     assert [r.ids for r in one.generate([p for p, _ in pairs])] == want
     again = one.generate([p for p, _ in pairs])
     assert [r.ids for r in again] == want and [r.cached for r in again] == [28, 28, 28, 28]
+    rows = one.link.core.runner.embeddings.rows  # type: ignore[attr-defined]
+    assert len(encode.called) == 4 and sum(map(len, rows.values())) <= 14
+    rows.clear()
+    # The last tokens are computed again, and only the last picture reaches into them.
+    assert [r.ids for r in one.generate([p for p, _ in pairs])] == want
+    assert len(encode.called) == 5 and torch.equal(encode.called[-1], model.embed[[5, 6, 7]])
     assert one.generate([asked(27, [5, 6, 8])[0]])[0].cached == 24
     wrong, _ = asked(3, [1, 2])
     wrong = replace(wrong, media=(replace(wrong.media[0], tokens=3),))
@@ -208,6 +217,34 @@ def test_pictures_stand_in_for_tokens_in_every_chunk_and_are_told_apart_in_the_c
     assert result[0].error == "pictures: 3 tokens, they make 2" and result[1].ids == want[0]
     with pytest.raises(RequestError, match="runs without its vision part"):
         engine().submit(pairs[0][0])
+
+
+class Rows:
+    """Takes embeddings for pictures of themselves, and keeps what it was given."""
+
+    def __init__(self) -> None:
+        self.called: list[Tensor] = []
+
+    def __call__(self, items: Several[Any]) -> Tensor:
+        self.called += items
+        return torch.cat(list(items))
+
+    def check(self, item: Any, tokens: int) -> None:
+        if len(item) != tokens:
+            raise RequestError(f"{tokens} tokens, they make {len(item)}")
+
+    def largest(self) -> list[Any]:
+        return []
+
+
+def test_a_picture_is_encoded_once_for_all_who_show_it_in_a_step_and_afterwards() -> None:
+    model, encode = tiny(), Rows()
+    one = Engine.over(Core(model, replace(SMALL, cache_tokens=400), encode))
+    media = Media(position=2, tokens=5, digest=b"x", item=model.embed[[1, 2, 3, 4, 5]])
+    asked = [Request(prompt=(i, 7, 0, 0, 0, 0, 0, 8), max_tokens=3, media=(media,)) for i in range(4)]
+    want = [alone(model, Request(prompt=(i, 7, 1, 2, 3, 4, 5, 8), max_tokens=3), 0) for i in range(4)]
+    assert [r.ids for r in one.generate(asked)] == want and len(encode.called) == 1
+    assert [r.ids for r in one.generate(asked)] == want and len(encode.called) == 1
 
 
 def test_the_padded_step_of_a_graph_gives_the_same_rows_and_writes_nothing_else() -> None:

@@ -110,6 +110,26 @@ def test_nothing_compiles_past_ready(engine: Engine) -> None:
 
 
 @pytest.mark.gpu
+def test_a_decode_step_waits_for_the_card_only_to_read_the_step_before(engine: Engine) -> None:
+    """torch raises at any other wait; reading waits for an event, which it does not count."""
+    r = random.Random(7)
+    for _ in range(12):
+        prompt = tuple(r.randrange(512) for _ in range(20))
+        sampling = Sampling(temperature=r.choice((0.0, 1.0)), top_p=0.9, frequency=r.choice((0.0, 0.5)), logprobs=2)
+        engine.submit(Request(prompt=prompt, max_tokens=30, sampling=sampling))
+    for _ in range(5):
+        engine.step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(10):
+            assert len(engine.step()) == 12
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    while engine.unfinished:
+        engine.step()
+
+
+@pytest.mark.gpu
 def test_nan_in_one_request_ends_it_alone(engine: Engine) -> None:
     """In a prompt, in a decode step of a graph, and beside others that go on with the same tokens."""
     model = core(engine).model

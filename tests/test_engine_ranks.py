@@ -7,15 +7,18 @@ import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from runtime_min.engine import Engine, EngineError
+from runtime_min.messages import Submit
 from runtime_min.ranks import Ranks, RanksError
 from runtime_min.remote import Remote
-from runtime_min.request import Limits, Request
+from runtime_min.request import Limits, Media, Request
 from runtime_min.sample import Sampling
 from specs.mesh import Mesh
 from tests.lab import converted
@@ -97,6 +100,46 @@ def test_a_dead_rank_fails_what_is_pending_and_ends_the_others(demo: Path, tmp_p
     engine.close()
 
 
+OWNER = """
+import sys
+from runtime_min.engine import Engine
+from runtime_min.request import Limits, Request
+
+if __name__ == "__main__":
+    engine = Engine(sys.argv[1], Limits(running=2, cache_tokens=4096), device="cpu")
+    engine.submit(Request(prompt=(1, 2, 3), max_tokens=3000))
+    while not engine.step(wait=1.0):
+        pass
+    print(*(p.pid for p in engine.link.processes.processes), flush=True)
+    while engine.step(wait=1.0) is not None:
+        pass
+"""
+
+
+def test_ranks_end_with_the_process_that_owns_them(demo: Path, tmp_path: Path) -> None:
+    converted(demo, tmp_path / "a", world=2, tp=2)
+    (tmp_path / "owner.py").write_text(OWNER)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(tmp_path / "owner.py"), str(tmp_path / "a")]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as owner:
+        assert owner.stdout is not None
+        ranks = [int(pid) for pid in owner.stdout.readline().split()]
+        assert len(ranks) == 2
+        owner.kill()
+    begin = time.monotonic()
+    while any(map(alive, ranks)):
+        assert time.monotonic() - begin < 20
+        time.sleep(0.1)
+
+
+def alive(pid: int) -> bool:
+    """Is it running, and not a zombie that nobody waits for?"""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def test_ranks_must_state_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     stated = [{"artifact": "a", "dtype": "x"}, {"artifact": "a", "dtype": "y"}]
     monkeypatch.setattr(Ranks, "every", lambda self, value: stated)
@@ -134,3 +177,22 @@ def test_a_cli_run_of_groups(demo: Path, tmp_path: Path) -> None:
         [*command, "--ids", "1,2,3", "--max-tokens", "4"], cwd=ROOT, capture_output=True, text=True, timeout=100
     )
     assert done.returncode == 0 and done.stdout.strip(), done.stderr
+
+
+def test_much_to_send_both_ways_at_once_stops_nobody() -> None:
+    """Each side sends more than a pipe holds before it reads."""
+    link, sent = Remote.__new__(Remote), 4 << 20
+    link.pipe, theirs = multiprocessing.Pipe()
+    link.sender = ThreadPoolExecutor(1)
+    link.processes = SimpleNamespace(sentinels=[], alive=lambda: True)  # type: ignore[assignment]
+
+    def rank() -> int:
+        theirs.send([b"x" * sent])
+        return len(theirs.recv_bytes())
+
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(rank)
+        media = (Media(position=0, tokens=1, digest=b"", item=b"x" * sent),)
+        request = Request(prompt=(1,), media=media)
+        events = link.step([Submit(id=0, request=request, seed=0)], 10.0)
+        assert [len(e) for e in events] == [sent] and other.result(10) > sent  # type: ignore[arg-type]

@@ -263,6 +263,15 @@ def test_frames_of_a_clip_have_one_size_and_one_time_each() -> None:
         clip("x", [], [], RULE)
 
 
+@pytest.mark.parametrize("size", [(374, 2309), (374, 2473), (300, 2760), (1920, 1080)])
+def test_frames_that_were_resized_already_keep_the_fit_of_their_first_size(size: tuple[int, int]) -> None:
+    """Fitting once more what was fitted gives a smaller frame for some sizes."""
+    fit = RULE.fit(*size, RULE.frame_limit)
+    media = clip("x", [drawn(fit.width, fit.height, i) for i in range(5)], [0.0, 0.5, 1.0, 1.5, 2.0], RULE, size)
+    assert [i.fit for i in media.items] == [fit, fit]
+    assert [i.grid[1:] for i in media.items] == [RULE.grid(fit)] * 2
+
+
 def test_which_frames_of_a_file_are_taken() -> None:
     """As the reference samples: evenly, two a second, at least one; and never more than there are, where it refuses."""
     from transformers.video_utils import VideoMetadata, default_sample_indices_fn

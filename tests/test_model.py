@@ -192,5 +192,10 @@ def test_generate_streams_and_reports(demo: Path, tmp_path: Path) -> None:
     facts = json.loads(kiln_run(*common, "--prompt", "hello", "--json").stdout)
     assert len(facts["ids"]) <= 6 and facts["finish_reason"] in ("stop", "length") and facts["prompt_tokens"] > 5
     assert kiln_run(*common, "--prompt", "hello").stdout.rstrip("\n") == facts["text"].rstrip("\n")
+
+
+def test_a_seed_repeats_itself(demo: Path, tmp_path: Path) -> None:
+    converted(demo, tmp_path / "artifact")
+    common = ("generate", tmp_path / "artifact", "--device", "cpu", "--max-tokens", 6)
     seeded = ("--ids", "1,2,3", "--temperature", "1", "--top-p", "0.9", "--top-k", "50", "--seed", "5", "--json")
     assert kiln_run(*common, *seeded).stdout == kiln_run(*common, *seeded).stdout

@@ -12,7 +12,10 @@ from click.testing import CliRunner, Result
 from convert.demo.geometry import TINY
 from runtime_min.artifact import Artifact
 from runtime_min.cli import main
+from runtime_min.engine import Engine
+from runtime_min.pictures import media
 from runtime_min.prompt import Prompt, encoded, slot, user_message
+from runtime_min.request import Limits, Request
 from runtime_min.text import ChatError, ChatTemplate, Slot, Tokenizer
 from runtime_min.text.media import expanded
 from runtime_min.text.tokenizer import Piece
@@ -110,9 +113,9 @@ def test_places_and_pictures_are_counted(artifact: Path) -> None:
     one, clip = Slot("x", "image", (("", 2),)), Slot("y", "video", (("00:00:00.000", 2),))
     place = [Piece(IMAGE.format(PAD), True), Piece(PAD, False)]
     assert expanded(place, [one]) == [Piece(IMAGE.format(PAD * 2), True), Piece(PAD, False)]
-    for media in ([], [one, one]):
-        with pytest.raises(ChatError, match=rf"the prompt has 1 places .*, the request has {len(media)}"):
-            expanded(place, media)
+    for slots in ([], [one, one]):
+        with pytest.raises(ChatError, match=rf"the prompt has 1 places .*, the request has {len(slots)}"):
+            expanded(place, slots)
     with pytest.raises(ChatError, match=r"y: is video, but the template writes <\|media_pad\|>"):
         expanded(place, [clip])
     with pytest.raises(ChatError, match="x: is image, but the template writes"):
@@ -194,3 +197,31 @@ def test_a_prompt_too_long_is_refused_before_pictures_are_decoded(artifact: Path
     assert result.exit_code == 1 and "exceed the context" in result.stderr and "cut short" not in result.stderr
     result = run(*common, "--max-tokens", 2)
     assert result.exit_code == 1 and "damaged or cut short" in result.stderr and "cut.jpg" in result.stderr
+
+
+def test_ranks_see_a_picture_as_one_does_and_know_it_again(
+    demo: Path, artifact: Path, folder: Path, tmp_path: Path
+) -> None:
+    """Two ranks, by the command and by an engine that is asked twice; another picture of the same size is another."""
+    files = ("--image", folder / "one.jpg", "--image", folder / "two.png")
+    want = generated(artifact, "--prompt", "what?", *files)
+    converted(demo, tmp_path / "two", world=2, tp=2)
+    assert generated(tmp_path / "two", "--prompt", "what?", *files) == want
+    opened, tokenizer = Artifact.open(artifact), Tokenizer.open(artifact)
+
+    def asked(*paths: Path) -> Request:
+        prompt = encoded(opened, tokenizer, {"messages": [user_message("what?", paths, [])]}, Path("/"))
+        seen = media(prompt.ids, opened.config.ids.media_placeholder, prompt.items, 14)
+        return Request(prompt=tuple(prompt.ids), max_tokens=8, stops=tokenizer.stop_ids, media=seen)
+
+    (folder / "other.jpg").write_bytes(saved(drawn(120, 90, 5), "JPEG"))
+    one, other = asked(folder / "one.jpg", folder / "two.png"), asked(folder / "other.jpg", folder / "two.png")
+    assert one.prompt == other.prompt
+    limits = Limits(running=2, step_tokens=64, share=16, cache_tokens=1024, page_tokens=8)
+    with Engine(tmp_path / "two", limits, device="cpu") as engine:
+        first, again, third = (engine.generate([r])[0] for r in (one, one, other))
+    assert first.ids == again.ids == want and third.ids == generated(
+        artifact, "--prompt", "what?", "--image", folder / "other.jpg", "--image", folder / "two.png"
+    )
+    assert first.cached == 0 and again.cached == (len(one.prompt) - 1) // 8 * 8
+    assert third.cached == one.media[0].position // 8 * 8

@@ -46,7 +46,9 @@ def grammars(tokenizer: Tokenizer) -> Grammars:
 
 
 def fields(**more: Any) -> ChatFields:
-    return read(ChatFields, json.dumps({"messages": [{"role": "user", "content": "x"}], **more}).encode())
+    return read(
+        ChatFields, json.dumps({"model": "kimi", "messages": [{"role": "user", "content": "x"}], **more}).encode()
+    )
 
 
 def wandered(tokenizer: Tokenizer, compiled: str, seed: int) -> list[int]:

@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 
 from runtime_min.bench import kernels as bench
+from runtime_min.cli import main
 from runtime_min.kernels import tuning
 from runtime_min.kernels.cases import rotated
 from runtime_min.kernels.choose import chooser, remarks
@@ -188,3 +190,14 @@ def test_the_bench_refuses_a_wrong_kernel(monkeypatch: pytest.MonkeyPatch) -> No
 
 def replace_ids(found: Routing) -> Routing:
     return Routing(found.ids.flip(1), found.weights)
+
+
+def test_tune_names_this_card_s_architecture_next(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever card it is; what is timed is another matter."""
+    converted(demo, tmp_path / "a")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Card 1")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (12, 0))
+    monkeypatch.setattr("runtime_min.kernels.tune.tune", lambda tuning, progress: (3, 0))
+    said = CliRunner().invoke(main, ["tune", str(tmp_path / "a")]).stdout
+    assert said.splitlines()[-1] == f"next: kiln-run compile {tmp_path / 'a'} --arch sm120"

@@ -103,7 +103,7 @@ def _request(where: str, line: str, served: Served) -> tuple[ChatFields, Job, li
         expected = body.pop("expected_calls")
         if not isinstance(expected, list) or not all(isinstance(name, str) for name in expected):
             raise TypeError(f"expected_calls: found {expected!r}, expected a list of names")
-        fields = read(ChatFields, json.dumps(body).encode())
+        fields = read(ChatFields, json.dumps({**body, "model": served.name}).encode())
         return fields, jobs.chat(served, fields), expected
     except KeyError as e:
         raise AcceptError(f"{where}: has no {e}") from e

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 import torch
 
+from runtime_min.bench.floors import decode_work
 from runtime_min.bench.report import page, write
 from runtime_min.kernels.choose import chooser_here
 from runtime_min.kernels.compile import Alone, work
@@ -20,9 +21,7 @@ from runtime_min.models.shapes import of_dims, random
 from runtime_min.ops import triton_ops
 from specs import manifest
 from specs.config import read_config
-from specs.dims import TextDims
 from specs.mesh import Mesh
-from specs.storage import int4_slot
 
 CASES = ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 4096))
 REPLAYS = 4
@@ -36,24 +35,6 @@ class Row:
     context: int
     ms: float
     floor_ms: float
-
-
-def floor(d: TextDims, mesh: Mesh, sequences: int, context: int, gb_s: float) -> float:
-    """Milliseconds to read once what a step must read: dense weights, the experts that `sequences` tokens choose if
-    they choose evenly, and every cached row."""
-    heads = d.heads // mesh.tp
-    attention = (d.q_lora + d.kv_a) * d.hidden + heads * (
-        d.qk_head * d.q_lora + (d.qk_nope + d.v_head) * d.kv_lora + d.v_head * d.hidden
-    )
-    width, here = d.moe_ff // mesh.etp, d.experts // mesh.ep
-    chosen = here * (1 - (1 - d.top_k / d.experts) ** sequences)
-    slot = 4 * (sum(int4_slot(2 * width, d.hidden)) + sum(int4_slot(d.hidden, width)))
-    moe = chosen * slot + 2 * (d.experts * d.hidden + 3 * d.shared_ff // mesh.tp * d.hidden)
-    dense = 2 * 3 * d.dense_ff // mesh.tp * d.hidden
-    layers = d.layers * 2 * attention + (d.layers - d.dense_layers) * moe + d.dense_layers * dense
-    head = 2 * d.vocab // mesh.tp * d.hidden
-    cached = d.layers * sequences * context * 2 * d.kv_a
-    return (layers + head + cached) / gb_s / 1e6
 
 
 def measured(model: Decoder, sequences: int, context: int) -> float:
@@ -92,10 +73,8 @@ def main(config: Path, tp: int, ep: int, bandwidth: float, result: Path | None) 
     weights = of_dims(dims, mesh, random(device), torch.bfloat16)
     how = Settings(dtype=torch.bfloat16, device=device, positions=max(c for _, c in CASES))
     model = Decoder(dims, weights, triton_ops(Jit(chooser_here())), Alone(0, mesh), how)
-    rows = [
-        Row(sequences=n, context=c, ms=measured(model, n, c), floor_ms=floor(dims, mesh, n, c, bandwidth))
-        for n, c in CASES
-    ]
+    floors = {(n, c): decode_work(dims, mesh, n, c).bytes / bandwidth / 1e6 for n, c in CASES}
+    rows = [Row(sequences=n, context=c, ms=measured(model, n, c), floor_ms=floors[n, c]) for n, c in CASES]
     facts = {
         "card": torch.cuda.get_device_name(), "mesh": str(mesh), "layers": str(dims.layers),
         "torch": torch.__version__, "Python": platform.python_version(),

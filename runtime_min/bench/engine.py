@@ -1,147 +1,158 @@
 """The engine at one rank's full geometry: random weights made on the card, no communication.
 
-Decode: wall milliseconds a step, everything included (scheduling, graph, sampling, the host's reading), beside those of
-the graph alone, which tells how long the card waits for the host. Prefill: prompt tokens a second.
+Decode and prefill through the engine beside what bytes and flops alone would take, where the rest of a step goes op by
+op, and what the size of a page costs. What is measured is written after every row, so a run that is cut short leaves
+what it had.
 """
 
-import json
+import os
 import platform
-import statistics
-import time
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import click
 import torch
 
-from runtime_min.bench.decode import floor
-from runtime_min.core import Core
-from runtime_min.engine import Engine
+from runtime_min.bench.floors import decode_work
+from runtime_min.bench.report import figure, grid, page, write
+from runtime_min.bench.steps import (
+    Card,
+    DecodeRow,
+    OpRow,
+    PageRow,
+    PrefillRow,
+    decoded,
+    op_by_op,
+    paged,
+    prefilled,
+)  # fmt: skip
 from runtime_min.kernels.choose import chooser_here
-from runtime_min.kernels.compile import Alone
-from runtime_min.kernels.jit import Jit
+from runtime_min.kernels.compile import Alone, recorded
+from runtime_min.kernels.cubin import arch_here
+from runtime_min.kernels.race import Race, Using
+from runtime_min.memory import emptied
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_dims, random
 from runtime_min.ops import triton_ops
-from runtime_min.request import Limits, Request
-from runtime_min.sample import Sampling
-from runtime_min.sampler import Row
-from runtime_min.scheduler import Active
 from specs import manifest
 from specs.config import read_config
-from specs.dims import TextDims
 from specs.mesh import Mesh
 
-DECODE = ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 4096))
-PREFILL = (8192, 65536)
-STEPS = 24
+Row = DecodeRow | OpRow | PageRow | PrefillRow
+PARTS = {DecodeRow: "decode", OpRow: "ops", PageRow: "pages", PrefillRow: "prefill"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DecodeRow:
-    """idle: share of a step in which the card does nothing of it."""
+class Cases:
+    """(sequences, cached tokens of each) of decode steps and, among them, of those to take apart; page sizes; (tokens,
+    chunk) of prompts."""
 
-    sequences: int
-    context: int
-    ms: float
-    device_ms: float
-    floor_ms: float
-    idle: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PrefillRow:
-    tokens: int
-    seconds: float
-    tokens_s: float
-    floor_tokens_s: float
+    decode: tuple[tuple[int, int], ...] = ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 4096))
+    ops: tuple[tuple[int, int], ...] = ((1, 8192), (64, 8192))
+    paged: tuple[tuple[int, int], ...] = ((1, 8192), (64, 8192))
+    pages: tuple[int, ...] = (16, 32, 64, 128)
+    prefill: tuple[tuple[int, int], ...] = ((8192, 2048), (8192, 8192), (65536, 8192))
 
 
-def flops(d: TextDims, mesh: Mesh, tokens: int) -> float:
-    """Floating-point operations of this rank for a prompt: dense products, the chosen experts, attention over expanded
-    keys, half of the square."""
-    heads = d.heads // mesh.tp
-    attention = (d.q_lora + d.kv_a) * d.hidden + heads * (
-        d.qk_head * d.q_lora + (d.qk_nope + d.v_head) * d.kv_lora + d.v_head * d.hidden
-    )
-    routed = 3 * d.hidden * d.moe_ff * d.top_k / mesh.world
-    moe = routed + d.experts * d.hidden + 3 * d.shared_ff // mesh.tp * d.hidden
-    dense = 3 * d.dense_ff // mesh.tp * d.hidden
-    products = d.layers * attention + (d.layers - d.dense_layers) * moe + d.dense_layers * dense
-    scores = d.layers * heads * (d.qk_head + d.v_head) * tokens / 2
-    return 2.0 * tokens * (products + scores)
+def bench(model: Decoder, cases: Cases, card: Card) -> Iterator[Row]:
+    """Every row, the most telling first."""
+    mesh = model.ranks.mesh
+    for n, c in cases.decode:
+        emptied()
+        yield decoded(model, n, c, decode_work(model.dims, mesh, n, c), card)
+        if (n, c) in cases.ops:
+            emptied()
+            yield from op_by_op(model, n, c, card)
+    for n, c in cases.paged:
+        for size in cases.pages:
+            emptied()
+            yield paged(model, n, c, size, card)
+    for tokens, chunk in cases.prefill:
+        emptied()
+        yield prefilled(model, tokens, chunk, card)
 
 
-def begun(core: Core, sequences: int, context: int) -> None:
-    """Requests that are about to decode, their past made up: its rows are whatever the cache holds."""
-    scheduler = core.schedulers[0]
-    for i in range(sequences):
-        prompt = tuple((17 * i + j) % core.bounds.vocab for j in range(context - STEPS - 1))
-        a = Active(i, Request(prompt=prompt, max_tokens=STEPS + 1), i, list(prompt))
-        scheduler.pool.grow(a.sequence, len(prompt))
-        a.sequence.length, a.slot = len(prompt) - 1, scheduler.slots.pop()
-        scheduler.running.append(a)
-        core.active[i] = scheduler, a
+def table(rows: Sequence[Row], facts: dict[str, str]) -> str:
+    """Markdown of as many rows as there are."""
+    decode = [r for r in rows if isinstance(r, DecodeRow)]
+    lines = grid(
+        ("batch", "context", "ms a step", "on the card", "card idle", "ms for bytes", "ms for flops", "of limit"),
+        (
+            (
+                str(r.sequences), str(r.context), f"{r.ms:.2f}", f"{r.device_ms:.2f}", f"{r.idle:.1%}",
+                f"{r.bytes_ms:.2f}", f"{r.flops_ms:.2f}", f"{r.ms / max(r.bytes_ms, r.flops_ms):.2f}",
+            )
+            for r in decode
+        ),
+    )  # fmt: skip
+    for d in decode:
+        ops = ops_of(rows, d)
+        if ops:
+            lines += [
+                "",
+                f"A step of batch {d.sequences} at {d.context} tokens; all calls of an op in a graph alone:",
+                "",
+            ]
+            lines += grid(("op", "calls", "ms", "limit", "above it", "share"), apart(d, ops), words=1)
+    pages = [r for r in rows if isinstance(r, PageRow)]
+    if pages:
+        lines += ["", "Decode attention of one layer by tokens a page:", ""]
+        lines += grid(("batch", "context", "page", "us", "limit", "of limit"), map(_page, pages))
+    prefill = [r for r in rows if isinstance(r, PrefillRow)]
+    if prefill:
+        head = ("prompt tokens", "tokens a step", "seconds", "tokens/s", "at the matrix rate", "share")
+        lines += ["", *grid(head, map(_prefill, prefill))]
+    return page("The engine on one rank, no communication", facts, lines)
 
 
-def decoded(model: Decoder, sequences: int, context: int, floor_ms: float) -> DecodeRow:
-    """Steps of the whole engine on the clock, then the same work on the card without the host in between."""
-    limits = Limits(running=sequences, cache_tokens=sequences * context, context=context, graphs=sequences)
-    core = Core(model, limits)
-    runner, graphs = core.runner, core.runner.graphs
-    assert graphs is not None
-    runner.cache.rows[:, limits.page_tokens :].normal_()
-    begun(core, sequences, context)
-    times = []
-    for _ in range(STEPS):
-        begin = time.perf_counter()
-        core.step([])
-        times.append(1e3 * (time.perf_counter() - begin))
-    rows = [Row(sampling=Sampling(), seed=0, position=1, slot=i) for i in range(sequences)]
-    first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    torch.cuda.synchronize()
-    first.record()
-    for _ in range(STEPS):
-        graphs.captured[sequences].replay()
-        runner.sampler(graphs.logits[sequences], rows, None, model.ranks.agreed)
-    last.record()
-    torch.cuda.synchronize()
-    # The first steps fill the pipeline.
-    ms, device = statistics.median(times[4:]), float(first.elapsed_time(last)) / STEPS
-    return DecodeRow(
-        sequences=sequences, context=context, ms=ms, device_ms=device, floor_ms=floor_ms, idle=max(0.0, 1 - device / ms)
-    )
+def ops_of(rows: Sequence[Row], d: DecodeRow) -> list[OpRow]:
+    """The ops of a step that was taken apart."""
+    return [r for r in rows if isinstance(r, OpRow) and (r.sequences, r.context) == (d.sequences, d.context)]
 
 
-def prefilled(model: Decoder, tokens: int, chunk: int, rate: float) -> PrefillRow:
-    """Prompt tokens a second of one prompt in chunks, the first of two such prompts warming up."""
-    context = tokens + 64
-    core = Core(model, Limits(running=1, step_tokens=chunk, cache_tokens=context, context=context, graphs=0))
-    engine = Engine.over(core)
-    for start in range(2):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        engine.generate([[(start + j) % core.bounds.vocab for j in range(tokens)]], max_tokens=1)
-        seconds = time.perf_counter() - begin
-    least = flops(model.dims, model.ranks.mesh, tokens) / rate / 1e12
-    return PrefillRow(tokens=tokens, seconds=seconds, tokens_s=tokens / seconds, floor_tokens_s=tokens / least)
+def apart(d: DecodeRow, ops: Sequence[OpRow]) -> Iterator[tuple[str, ...]]:
+    """Where a step's milliseconds go: its ops, what is between and outside them, sampling, the host."""
+    found = [(r.op, str(r.calls), r.ms, r.limit_ms) for r in ops]
+    found.append(("between and outside ops", "", d.graph_ms - sum(r.ms for r in ops), 0.0))
+    found.append(("sampling", "", d.device_ms - d.graph_ms, 0.0))
+    found.append(("card idle", "", d.ms - d.device_ms, 0.0))
+    found.append(("the step", "", d.ms, sum(r.limit_ms for r in ops)))
+    for name, calls, ms, limit in found:
+        yield name, calls, f"{ms:.3f}", f"{limit:.3f}", f"{ms - limit:.3f}", f"{ms / d.ms:.1%}"
 
 
-def table(decode: list[DecodeRow], prefill: list[PrefillRow], facts: dict[str, str]) -> str:
-    told = ", ".join(f"{k} {v}" for k, v in facts.items())
-    lines = [
-        f"# The engine on one rank, no communication\n\n{told}.\n",
-        "| batch | context | ms a step | on the card | card idle | ms for its bytes | ratio |",
-        "|--:|--:|--:|--:|--:|--:|--:|",
-    ]
-    lines += [
-        f"| {r.sequences} | {r.context} | {r.ms:.2f} | {r.device_ms:.2f} | {r.idle:.1%} | {r.floor_ms:.2f} "
-        f"| {r.ms / r.floor_ms:.2f} |"
-        for r in decode
-    ]
-    lines += ["", "| prompt tokens | tokens/s | of the matrix rate's |", "|--:|--:|--:|"]
-    lines += [f"| {r.tokens} | {r.tokens_s:,.0f} | {r.tokens_s / r.floor_tokens_s:.2f} |" for r in prefill]
-    return "\n".join([*lines, ""])
+def _page(r: PageRow) -> tuple[str, ...]:
+    times = f"{r.us:.1f}", f"{r.limit_us:.1f}", f"{r.us / r.limit_us:.2f}"
+    return str(r.sequences), str(r.context), str(r.page_tokens), *times
+
+
+def _prefill(r: PrefillRow) -> tuple[str, ...]:
+    rates = f"{r.tokens_s:,.0f}", f"{r.limit_tokens_s:,.0f}", f"{r.tokens_s / r.limit_tokens_s:.2f}"
+    return str(r.tokens), str(r.chunk), f"{r.seconds:.2f}", *rates
+
+
+def plot(rows: Sequence[Row], facts: dict[str, str], out: Path) -> None:
+    """Decode steps beside their limit, and the ops of the smallest batch beside theirs."""
+    decode = [r for r in rows if isinstance(r, DecodeRow)]
+    with figure(out, 2) as (left, right):
+        batches = [r.sequences for r in decode]
+        left.plot(batches, [r.ms for r in decode], marker="o", label="the engine")
+        left.plot(batches, [r.device_ms for r in decode], marker=".", label="on the card")
+        left.plot(batches, [max(r.bytes_ms, r.flops_ms) for r in decode], color="black", label="limit")
+        left.set(xscale="log", yscale="log", xlabel="sequences", ylabel="ms a decode step", title=facts["card"])
+        left.legend(fontsize=8)
+        ops = ops_of(rows, decode[0])[::-1]
+        right.barh([r.op for r in ops], [r.ms for r in ops], label="ms in a step")
+        right.barh([r.op for r in ops], [r.limit_ms for r in ops], height=0.4, color="black", label="limit")
+        right.set(title=f"batch {decode[0].sequences}, {decode[0].context} tokens")
+        right.legend(fontsize=8)
+
+
+def leave(result: Path, rows: Sequence[Row], facts: dict[str, str]) -> None:
+    """NAME.md and NAME.json."""
+    write(result, table(rows, facts), facts, [{"part": PARTS[type(r)], **asdict(r)} for r in rows])
 
 
 @click.command()
@@ -149,28 +160,33 @@ def table(decode: list[DecodeRow], prefill: list[PrefillRow], facts: dict[str, s
 @click.option("--tp", default=8)
 @click.option("--ep", default=1)
 @click.option("--bandwidth", default=4650.0, help="GB/s that the card reads at best.")
-@click.option("--rate", default=800.0, help="TFLOP/s that the card multiplies bf16 at best.")
-@click.option("--chunk", default=8192, help="Tokens of a prefill step.")
-@click.option("--result", type=click.Path(path_type=Path), default=None, help="Where to write NAME.json and NAME.md.")
-def main(config: Path, tp: int, ep: int, bandwidth: float, rate: float, chunk: int, result: Path | None) -> None:
-    """Measure decode and prefill of one rank of the model that CONFIG (a config.json) describes."""
-    device, mesh = torch.device("cuda"), Mesh(world=tp, tp=tp, ep=ep)
-    dims = read_config(manifest.read_json(config)).text
-    weights = of_dims(dims, mesh, random(device), torch.bfloat16)
-    how = Settings(dtype=torch.bfloat16, device=device, positions=max(PREFILL) + 64)
-    model = Decoder(dims, weights, triton_ops(Jit(chooser_here())), Alone(0, mesh), how)
-    decode = [decoded(model, n, c, floor(dims, mesh, n, c, bandwidth)) for n, c in DECODE]
-    prefill = [prefilled(model, n, chunk, rate) for n in PREFILL]
+@click.option("--rate", default=795.0, help="TFLOP/s that the card multiplies bf16 at best.")
+@click.option("--result", type=click.Path(path_type=Path), default=None, help="Write NAME.json, NAME.md and NAME.svg.")
+def main(config: Path, tp: int, ep: int, bandwidth: float, rate: float, result: Path | None) -> None:
+    """Measure the engine on one rank of the model that CONFIG (a config.json) describes."""
+    device, mesh, cases = torch.device("cuda"), Mesh(world=tp, tp=tp, ep=ep), Cases()
+    dims, choose = read_config(manifest.read_json(config)).text, chooser_here()
+    small, meta = replace(dims, layers=2, dense_layers=1), partial(torch.empty, device="meta")
     facts = {
-        "card": torch.cuda.get_device_name(), "mesh": str(mesh), "layers": str(dims.layers), "chunk": str(chunk),
-        "torch": torch.__version__, "Python": platform.python_version(),
+        "card": torch.cuda.get_device_name(), "limits": f"{bandwidth:.0f} GB/s, {rate:.0f} TFLOP/s", "mesh": str(mesh),
+        "layers": str(dims.layers), "torch": torch.__version__, "Python": platform.python_version(),
     }  # fmt: skip
-    text = table(decode, prefill, facts)
-    click.echo(text)
+    rows: list[Row] = []
+    with Race(arch_here(), choose, len(os.sched_getaffinity(0))) as race:
+        shapes = of_dims(small, mesh, lambda shape, dtype: meta(shape, dtype=dtype), torch.bfloat16)
+        race.ahead(recorded(small, mesh, shapes, torch.bfloat16, choose).variants)
+        weights = of_dims(dims, mesh, random(device), torch.bfloat16)
+        longest = max(c for c, _ in cases.prefill) + 64
+        how = Settings(dtype=torch.bfloat16, device=device, positions=longest)
+        model = Decoder(dims, weights, triton_ops(Using(race)), Alone(0, mesh), how)
+        for row in bench(model, cases, Card(gb_s=bandwidth, tflops=rate)):
+            rows.append(row)
+            click.echo(str(row), err=True)
+            if result is not None:
+                leave(result, rows, facts)
+    click.echo(table(rows, facts))
     if result is not None:
-        result.with_suffix(".md").write_text(text)
-        found = {"facts": facts, "decode": [asdict(r) for r in decode], "prefill": [asdict(r) for r in prefill]}
-        result.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n")
+        plot(rows, facts, result.with_suffix(".svg"))
 
 
 if __name__ == "__main__":

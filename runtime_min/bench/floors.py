@@ -1,4 +1,4 @@
-"""What a call must read, write and multiply, whatever the kernel: the physical limit of every op."""
+"""What a call, or a step of one rank, must read, write and multiply, whatever the kernels: the physical limits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -7,6 +7,9 @@ import torch
 from torch import Tensor
 
 from runtime_min.kernels.cases import nbytes
+from specs.dims import TextDims
+from specs.mesh import Mesh
+from specs.storage import int4_slot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,3 +68,39 @@ def _attention(op: str, args: tuple[Any, ...], result: Tensor) -> Work:
         expand = 2.0 * float(cached.sum()) * w_uk.shape[2] * q.shape[1] * (w_uk.shape[1] + w_uv.shape[1])
     moved = sizes + int(lengths.sum()) * rows.shape[-1] * rows.element_size() + nbytes(q) + nbytes(q_pe)
     return Work(bytes=moved + nbytes(result), flops=int(2 * pairs * q.shape[1] * dims + expand))
+
+
+def decode_work(d: TextDims, mesh: Mesh, sequences: int, context: int) -> Work:
+    """A decode step of one rank: dense weights, the experts that `sequences` tokens choose if they choose evenly, and
+    every cached row, each read once; every product, and attention in the latent space."""
+    dense, width = _dense(d, mesh), d.moe_ff // mesh.etp
+    chosen = d.experts // mesh.ep * (1 - (1 - d.top_k / d.experts) ** sequences)
+    slot = 4 * (sum(int4_slot(2 * width, d.hidden)) + sum(int4_slot(d.hidden, width)))
+    head = d.vocab // mesh.tp * d.hidden
+    cached = d.layers * sequences * context
+    moe = (d.layers - d.dense_layers) * chosen * slot
+    pairs = cached * (d.heads // mesh.tp) * (d.kv_a + d.kv_lora)
+    products = sequences * (dense + head + _routed(d, mesh))
+    return Work(bytes=int(2 * (dense + head + cached * d.kv_a) + moe), flops=int(2 * (products + pairs)))
+
+
+def prefill_flops(d: TextDims, mesh: Mesh, tokens: int) -> float:
+    """Floating-point operations of this rank for a prompt: every product but the head's, attention over keys that are
+    expanded once, half of the square."""
+    pairs = d.layers * (d.heads // mesh.tp) * (d.qk_head + d.v_head) * tokens / 2
+    return 2.0 * tokens * (_dense(d, mesh) + _routed(d, mesh) + pairs)
+
+
+def _dense(d: TextDims, mesh: Mesh) -> int:
+    """Weights of this rank that every token meets, but for the head."""
+    attention = (d.q_lora + d.kv_a) * d.hidden + d.heads // mesh.tp * (
+        d.qk_head * d.q_lora + (d.qk_nope + d.v_head) * d.kv_lora + d.v_head * d.hidden
+    )
+    moe = d.experts * d.hidden + 3 * d.shared_ff // mesh.tp * d.hidden
+    mlp = 3 * d.dense_ff // mesh.tp * d.hidden
+    return d.layers * attention + (d.layers - d.dense_layers) * moe + d.dense_layers * mlp
+
+
+def _routed(d: TextDims, mesh: Mesh) -> float:
+    """Weights of this rank's experts that a token meets, if tokens choose evenly."""
+    return (d.layers - d.dense_layers) * 3 * d.hidden * d.moe_ff * d.top_k / mesh.world

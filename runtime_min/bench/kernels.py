@@ -11,7 +11,7 @@ import torch
 
 from runtime_min.bench.floors import work
 from runtime_min.bench.peers import Peer, peer
-from runtime_min.bench.report import page
+from runtime_min.bench.report import figure, grid, page
 from runtime_min.kernels.cases import Case, cases, rotated, steps
 from runtime_min.kernels.choose import chooser, chooser_here
 from runtime_min.kernels.cubin import arch_here
@@ -106,33 +106,24 @@ def table(rows: Sequence[Row], told: dict[str, str]) -> str:
         *peers,
         *(f"us / {p}" for p in peers),
     ]
-    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "--:|" * (len(head) - 2)]
+    lines = []
     for r in sorted(rows, key=lambda r: r.op):
         times = [f"{r.us:.1f}", f"{r.default_us:.1f}", f"{r.floor_us:.1f}", f"{r.us / max(r.floor_us, 0.01):.2f}"]
         theirs = [f"{r.peers[p]:.1f}" if p in r.peers else "" for p in peers]
         ratios = [f"{r.us / r.peers[p]:.2f}" if p in r.peers else "" for p in peers]
         sizes = " ".join(f"{k}={v}" for k, v in r.problem.items() if v not in (False, 1) and k != "item")
-        lines.append("| " + " | ".join([r.op, sizes, *times, *theirs, *ratios]) + " |")
-    return page("Kernels of one rank", told, lines)
+        lines.append([r.op, sizes, *times, *theirs, *ratios])
+    return page("Kernels of one rank", told, grid(head, lines, words=2))
 
 
 def plot(rows: Sequence[Row], told: dict[str, str], out: Path, gb_s: float, tflops: float) -> None:
     """A roofline: achieved TFLOP/s over flops per byte, one colour an op."""
-    try:
-        import matplotlib
-    except ImportError as e:
-        raise KernelError(f"--plot: {e}; pip install matplotlib") from e
-    matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "kiln"
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(8, 5))
-    intensity = [2.0**i for i in range(-1, 14)]
-    axes.plot(intensity, [min(i * gb_s / 1e3, tflops) for i in intensity], color="black", label="limit")
-    for op in sorted({r.op for r in rows if r.flops}):
-        mine = [r for r in rows if r.op == op]
-        axes.scatter([r.flops / r.bytes for r in mine], [r.flops / r.us / 1e6 for r in mine], s=14, label=op)
-    axes.set(xscale="log", yscale="log", xlabel="flops per byte", ylabel="TFLOP/s")
-    axes.set_title(f"{told['card']}, {told['mesh']}")
-    axes.legend(fontsize=8)
-    figure.savefig(out, metadata={"Date": None})
+    with figure(out) as axes:
+        intensity = [2.0**i for i in range(-1, 14)]
+        axes.plot(intensity, [min(i * gb_s / 1e3, tflops) for i in intensity], color="black", label="limit")
+        for op in sorted({r.op for r in rows if r.flops}):
+            mine = [r for r in rows if r.op == op]
+            axes.scatter([r.flops / r.bytes for r in mine], [r.flops / r.us / 1e6 for r in mine], s=14, label=op)
+        axes.set(xscale="log", yscale="log", xlabel="flops per byte", ylabel="TFLOP/s")
+        axes.set_title(f"{told['card']}, {told['mesh']}")
+        axes.legend(fontsize=8)

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from runtime_min.artifact import Artifact
 from runtime_min.kernels import tuning
+from runtime_min.kernels.cubin import arch_here
 from runtime_min.kernels.index import KernelError
 from specs import manifest
 from specs.config import read_config
@@ -90,7 +91,7 @@ def tune(
         done, left = run(Tuning(dims=dims, mesh=mesh, out=path, ops=ops, minutes=budget, weights=weights), progress)
     facts = {"table": str(path), "timings": str(journal(path)), "cases": done, "left": left}
     rest = f"{left} left; run the same command again" if left else "all done"
-    then = f"\nnext: kiln-run compile {model} --arch sm90" if model.is_dir() and not left else ""
+    then = f"\nnext: kiln-run compile {model} --arch {arch_here()}" if model.is_dir() and not left else ""
     click.echo(json.dumps(facts) if as_json else f"{path}: {done} problems, {rest}{then}")
 
 

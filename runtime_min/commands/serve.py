@@ -81,5 +81,5 @@ def run(run: Any, limits: Limits, given: dict[str, Any]) -> None:
     if not rules.keys and given["host"] not in ("127.0.0.1", "localhost", "::1"):
         to_stderr("warning: whoever reaches this address may use it; give --api-key")
     host, port = sock.getsockname()[:2]
-    to_stderr(f"ready: http://{f'[{host}]' if ':' in host else host}:{port} (page), /v1 (API), /metrics")
+    to_stderr(f"serving: http://{f'[{host}]' if ':' in host else host}:{port} (page), /v1 (API), /metrics")
     serve(server, sock, given["drain_seconds"], given["interval"])

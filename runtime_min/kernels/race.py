@@ -40,11 +40,11 @@ class Time:
 
 @dataclass(frozen=True, slots=True)
 class Using:
-    """Kernels that give one problem one config."""
+    """Kernels that give one problem, if there is one, a config of its own."""
 
     race: "Race"
-    problem: Problem
-    config: Any
+    problem: Problem | None = None
+    config: Any = None
 
     def pick(self, problem: Problem) -> Any:
         return self.config if problem == self.problem else self.race.choose(problem)

@@ -70,7 +70,7 @@ class Server:
     async def _fields(self, request: Request, kind: type[Any]) -> Any:
         self.refuse_if_ending()
         fields = read(kind, await body_of(request, self.rules.body))
-        if fields.model not in (None, self.served.name):
+        if fields.model != self.served.name:
             raise ApiError(
                 404, f"model: found {fields.model!r}, {self.served.name!r} is served", param="model",
                 code="model_not_found",

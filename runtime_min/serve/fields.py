@@ -31,7 +31,7 @@ class StreamOptions(Fields):
 class Common(Fields):
     """What both endpoints take. Defaults of sampling are the server's."""
 
-    model: str | None = None
+    model: str
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=1 << 30)

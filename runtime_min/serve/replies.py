@@ -127,6 +127,7 @@ class ChatReply(Reply):
         calls = [_call(p) for p in parts if isinstance(p, Call)]
         content, reasoning = _said(parts, "content"), _said(parts, "reasoning")
         message: Json = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        message["annotations"] = []
         if reasoning:
             message["reasoning_content"] = reasoning
         if calls:

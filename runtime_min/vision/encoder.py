@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from math import prod
+from math import isqrt, prod
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from runtime_min.artifact import Artifact
 from runtime_min.kernels.check import refuse_wrong, vision_check
 from runtime_min.models.decoder import Settings
-from runtime_min.models.vit import Grid, Tower
+from runtime_min.models.vit import Grid, Tower, VisionError
 from runtime_min.ops import Ops
 from runtime_min.ranks import Ranks
 from runtime_min.vision.items import Patched, normalized
@@ -80,6 +80,18 @@ class Encoder:
             for group in passes(grids, plan[self.ranks.rank])
         ]
         return self._gathered(rows, grids, plan)
+
+    def check(self, item: Patched, tokens: int) -> None:
+        """VisionError unless the tower takes this item and makes so many tokens of it."""
+        self.tower.check(item.patches, [item.grid])
+        if self.tower.tokens(item.grid) != tokens:
+            raise VisionError(f"grid {item.grid}: makes {self.tower.tokens(item.grid)} tokens, {tokens} are its places")
+
+    def largest(self) -> list[Patched]:
+        """Items that fill a pass of every rank."""
+        side = isqrt(self.rule.limit) // self.rule.merge * self.rule.merge
+        patches = torch.zeros(side * side, 3, self.rule.patch, self.rule.patch, dtype=torch.uint8)
+        return [Patched((1, side, side), patches)] * (self.ranks.mesh.world * max(1, PASS // len(patches)))
 
     def _sent(self, made: Sequence[Tensor]) -> Tensor:
         """Patches side by side on the device, normalized there if they are not; the copy waits for nothing."""

@@ -64,9 +64,9 @@ def clip(
     if not frames or len(seconds) != len(frames):
         raise MediaError(f"{where}: {len(frames)} frames with {len(seconds)} times, expected a time for each, and one")
     sizes = [upright_size(f"{where} frame {i}", f) for i, f in enumerate(frames)]
-    for i, size in enumerate(sizes):
-        if size != sizes[0]:
-            raise MediaError(f"{where} frame {i}: is {size[0]} x {size[1]}, the first is {sizes[0][0]} x {sizes[0][1]}")
+    for i, (width, height) in enumerate(sizes):
+        if (width, height) != sizes[0]:
+            raise MediaError(f"{where} frame {i}: is {width} x {height}, the first is {sizes[0][0]} x {sizes[0][1]}")
     starts = range(0, len(frames), rule.chunk)
     items = (_item(where, tuple(frames[i : i + rule.chunk]), size or sizes[0], rule, rule.frame_limit) for i in starts)
     return Media(where, "video", tuple(items), tuple(stamp(where, seconds[i]) for i in starts))

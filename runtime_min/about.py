@@ -1,50 +1,26 @@
-"""A rank's engine with all that an artifact brings for it, and what it says of itself at the start."""
+"""What an engine says of itself at the start: machine, mesh, who computes what."""
 
 import torch
 
 from runtime_min.artifact import Artifact
-from runtime_min.core import Constrain, Core
+from runtime_min.core import Core
 from runtime_min.kernels.choose import tables_here
 from runtime_min.kernels.cubin import Cubins
-from runtime_min.models.decoder import Decoder
-from runtime_min.request import Limits
-from runtime_min.text import Tokenizer
-from runtime_min.vision.encoder import Encoder
-
-
-def assembled(model: Decoder, artifact: Artifact, limits: Limits) -> Core:
-    """The engine of a rank that serves: it sees if the artifact has a vision part."""
-    encode = Encoder.load(artifact, model.ops, model.ranks, model.settings) if artifact.has_vision else None
-    return Core(model, limits, encode, _constrain(artifact) if limits.grammars else None)
-
-
-def _constrain(artifact: Artifact) -> Constrain:
-    """Places in grammars over the tokens of an artifact."""
-    from runtime_min.grammar import Constraint, vocabulary
-
-    known = vocabulary(Tokenizer.open(artifact.path))
-    return lambda compiled: Constraint(compiled, known)
 
 
 def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
-    """Lines for the start: machine, mesh, who computes what, memory."""
+    """Lines for the start; memory, cache and graphs the engine tells by itself."""
     model, mesh, d = core.model, core.ranks.mesh, core.model.dims
     device = model.settings.device
     here = f"{torch.get_num_threads()} threads" if device.type == "cpu" else _card(device)
-    limits = core.limits
-    graphs = core.runner.graphs
-    captured = f"up to {limits.graphs} tokens" if graphs is not None else "none"
-    lines = [
+    return (
         f"device: {device.type}, {here}; torch {torch.__version__}, {_triton()}",
         f"mesh: {mesh.world} ranks, TP {mesh.tp}, EP {mesh.ep}; a rank has {d.experts // mesh.ep} experts of width "
         f"{d.moe_ff // mesh.etp} and {d.heads // mesh.tp} heads",
         f"compute: {_kernels(core)}, {str(model.settings.dtype).removeprefix('torch.')}; pictures: "
-        f"{'yes' if core.encode is not None else 'no vision part'}; drafts: none",
+        f"{'yes' if core.bounds.sees else 'no vision part'}; drafts: none",
         f"tuning: {_tuning(core, artifact)}",
-        f"steps: {limits.running} requests, {limits.step_tokens} tokens; graphs: {captured}",
-    ]
-    cache = f"cache: {core.bounds.cache_tokens} tokens a group; context: {core.bounds.context} tokens"
-    return (*lines, cache, *(() if core.memory is None else (core.memory.line(),)))
+    )
 
 
 def _card(device: torch.device) -> str:

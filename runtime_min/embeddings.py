@@ -1,0 +1,48 @@
+"""Embeddings of pictures: made when a step first reaches them, kept while they are among the last that steps used.
+
+What comes from the prefix cache is never encoded, and requests that show the same picture share its rows.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from runtime_min.request import Media
+
+
+class Encode(Protocol):
+    """From the items of media to rows of embeddings. Every rank calls it with the same items."""
+
+    def __call__(self, items: Sequence[Any]) -> Tensor:
+        """Embeddings [tokens of all items, hidden], one item below the other."""
+
+    def check(self, item: Any, tokens: int) -> None:
+        """InputError for an item that it cannot take, or that makes another number of tokens."""
+
+    def largest(self) -> Sequence[Any]:
+        """Items that take as much memory at once as any."""
+
+
+class Embeddings:
+    """rows: [tokens, hidden] of each picture by its digest, the last used one last. The same on every rank."""
+
+    def __init__(self, encode: Encode, tokens: int) -> None:
+        """tokens: rows to keep, unless a single step needs more."""
+        self.encode, self.tokens = encode, tokens
+        self.rows: OrderedDict[bytes, Tensor] = OrderedDict()
+
+    def need(self, media: Iterable[Media]) -> None:
+        """Makes the rows of all of these be there."""
+        wanted = {m.digest: m for m in media}
+        missing = [m for digest, m in wanted.items() if digest not in self.rows]
+        if missing:
+            whole = self.encode([m.item for m in missing])
+            parts = whole.split([m.tokens for m in missing])  # type: ignore[no-untyped-call]
+            # Copies, so that one can go without the others.
+            self.rows |= {m.digest: part.clone() for m, part in zip(missing, parts, strict=True)}
+        for digest in wanted:
+            self.rows.move_to_end(digest)
+        while len(self.rows) > len(wanted) and sum(map(len, self.rows.values())) > self.tokens:
+            self.rows.popitem(last=False)
