@@ -9,8 +9,9 @@ from torch import Tensor
 
 from runtime_min.text import Tokenizer
 
-# Raw control characters, which no JSON holds, though some grammars would let them into strings.
-CONTROL = re.compile(rb"[\x00-\x08\x0b\x0c\x0e-\x1f]")
+# Raw control characters, which no string of JSON holds, though xgrammar lets them into strings with a length. Between
+# the parts of JSON a model can do without tabs.
+CONTROL = re.compile(rb"[\x00-\x09\x0b\x0c\x0e-\x1f]")
 # A byte that no UTF-8 holds: a token that begins with it matches no text.
 NEVER = b"\xff"
 
