@@ -55,7 +55,13 @@ class Bench:
 
 @contextmanager
 def benched(
-    folder: Path, said: Any = "</think>Hi.", rules: Rules | None = None, group: int = 1, fetch: Any = None, **how: Any
+    folder: Path,
+    said: Any = "</think>Hi.",
+    rules: Rules | None = None,
+    group: int = 1,
+    fetch: Any = None,
+    grammars: Any = None,
+    **how: Any,
 ) -> Iterator[Bench]:
     """The real server over a double that says a text, or what `said` makes of the request, `group` ids a step."""
     tokenizer = Tokenizer.open(folder)
@@ -69,7 +75,7 @@ def benched(
     engine = Scripted(script=how.pop("script", script), bounds=bounds, **how)
     served = Served(
         name="kimi", tokenizer=tokenizer, template=ChatTemplate.open(folder), bounds=bounds, defaults=Defaults(),
-        choices=8, sources=Sources(rule=Rule.open(folder), fetch=fetch),
+        choices=8, sources=Sources(rule=Rule.open(folder), fetch=fetch), grammars=grammars,
     )  # fmt: skip
     log: list[str] = []
     server = Server(served, Pump(engine), rules or Rules())

@@ -135,9 +135,7 @@ def test_in_the_server(bench: Any, tokenizer: Tokenizer) -> None:
     with bench() as b:
         refused = b.chat(tools=TOOLS, tool_choice="required")
         assert refused.status_code == 400 and "kiln[grammar]" in refused.text
-        b.server.served = type(b.server.served)(
-            **{k: getattr(b.server.served, k) for k in b.server.served.__slots__} | {"grammars": Grammars(tokenizer)}
-        )
+    with bench(grammars=Grammars(tokenizer)) as b:
         assert b.chat(tools=TOOLS, tool_choice="required").status_code == 200
         assert b.engine.requests[-1].grammar
         assert b.chat(response_format=JSON, ignore_eos=True).status_code == 400
