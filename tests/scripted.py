@@ -1,7 +1,6 @@
 """An engine double that says what it is told to, behind the real server; and that server on a port of this machine."""
 
 import asyncio
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +12,7 @@ import uvicorn
 
 from runtime_min.messages import Event, Logprob, Stats
 from runtime_min.request import Bounds, Request
+from runtime_min.serve.run import bound
 
 Script = Sequence[Sequence[int]]
 
@@ -98,8 +98,7 @@ def logprob(token: int, tops: int) -> Logprob:
 def listening(app: Any) -> Iterator[str]:
     """The address of `app`, served by uvicorn on a thread."""
     server = uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5))
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
+    with bound("127.0.0.1", 0) as sock:
         thread = threading.Thread(target=lambda: asyncio.run(server.serve([sock])), daemon=True)
         thread.start()
         deadline = time.monotonic() + 20

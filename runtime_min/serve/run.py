@@ -17,6 +17,7 @@ from specs.errors import InputError
 
 # Seconds for connections to close once nothing is under way any more.
 CLOSING = 3
+BACKLOG = 2048
 
 
 class ServeError(InputError):
@@ -27,7 +28,12 @@ def bound(host: str, port: int) -> socket.socket:
     """A socket that others can reach at host:port; ServeError if it is taken or not ours. Port 0: any free one."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family, backlog=2048)
+        # With the protocol named, asyncio sends small pieces at once; else each chunk would wait 40 ms for the last.
+        sock = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((host, port))
+        sock.listen(BACKLOG)
+        return sock
     except OSError as e:
         raise ServeError(
             f"{host}:{port}: cannot listen there: {e.strerror or e}; choose another --host or --port"
