@@ -143,7 +143,7 @@ def test_logprobs_are_the_models(live: Live, artifact: Path) -> None:
     assert max(told.top_logprobs[2].values()) == pytest.approx(normed[1].max().item(), abs=1e-4)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_grammars_hold_whatever_the_model_prefers(live: Live, seed: int) -> None:
     how: dict[str, Any] = {"seed": seed, "temperature": 1.5, "chat_template_kwargs": {"thinking": False}}
     text = live.chat(response_format=JSON, max_tokens=700, **how)["choices"][0]
@@ -226,10 +226,12 @@ def test_many_streams_with_random_disconnects_leave_nothing(live: Live) -> None:
     live.chat(max_tokens=2)
 
 
-def test_a_dead_rank_turns_health(demo: Path, tmp_path: Path) -> None:
+def test_ranks_keep_to_grammars_and_a_dead_one_turns_health(demo: Path, tmp_path: Path) -> None:
     converted(demo, tmp_path / "two", world=2, tp=2)
-    with served(tmp_path / "two", replace(LIMITS, grammars=False)) as two:
-        two.chat(max_tokens=2)
+    with served(tmp_path / "two") as two:
+        short = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"enum": ["yes", "no"]}}}
+        limited = two.chat(response_format=short, chat_template_kwargs={"thinking": False})
+        assert limited["choices"][0]["message"]["content"] in ('"yes"', '"no"')
         assert WEB.get(f"{two.url}/health").status_code == 200
         body = {"model": "kimi-k2.6", "messages": HELLO, "stream": True, "ignore_eos": True}
         with WEB.stream("POST", f"{two.url}/v1/chat/completions", json=body) as s:

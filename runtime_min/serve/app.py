@@ -24,6 +24,11 @@ from runtime_min.serve.replies import ChatReply, Reply, TextReply, dumps, event
 from specs.errors import InputError
 
 RETRY = 5
+# The page loads nothing from elsewhere and sends nothing elsewhere.
+POLICY = (
+    "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "frame-ancestors 'none'"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +283,7 @@ def _routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/")
     async def index() -> Response:
-        return Response(page, media_type="text/html; charset=utf-8")
+        return Response(page, headers={"Content-Security-Policy": POLICY}, media_type="text/html; charset=utf-8")
 
 
 def _api_error(_: Request, e: Exception) -> Response:

@@ -4,7 +4,6 @@ import asyncio
 import queue
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -59,7 +58,6 @@ class Pump:
         """heard is called on the event loop with every event of every request."""
         self.engine, self.heard = engine, heard
         self.tickets: dict[int, tuple[Ticket, int]] = {}
-        self.stepped = time.monotonic()
         self._orders: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -144,7 +142,6 @@ class Pump:
         try:
             while self._obey():
                 events = self.engine.step(BUSY if self.engine.unfinished else 0.0)
-                self.stepped = time.monotonic()
                 if events:
                     self._deliver(events)
         except Exception as e:
