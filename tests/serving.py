@@ -11,9 +11,10 @@ import httpx
 import openai
 
 from runtime_min.request import Bounds, Request
-from runtime_min.serve.app import Rules, Server, app_of
+from runtime_min.serve.app import app_of
 from runtime_min.serve.jobs import Defaults, Served
 from runtime_min.serve.pump import Pump
+from runtime_min.serve.server import Rules, Server
 from runtime_min.text import ChatTemplate, Piece, Tokenizer
 from runtime_min.vision.rule import Rule
 from runtime_min.vision.sources import Sources

@@ -12,7 +12,7 @@ import openai
 import pytest
 
 from runtime_min.sample import Sampling
-from runtime_min.serve.app import Rules
+from runtime_min.serve.server import Rules
 from runtime_min.text import Piece, Tokenizer
 from tests.scripted import until
 from tests.serving import HELLO, TOOLS, WEB

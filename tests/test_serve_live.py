@@ -29,8 +29,9 @@ from runtime_min.engine import Engine
 from runtime_min.request import Limits
 from runtime_min.sample import Sampling
 from runtime_min.serve import start
-from runtime_min.serve.app import Rules, Server, app_of
+from runtime_min.serve.app import app_of
 from runtime_min.serve.pump import Pump
+from runtime_min.serve.server import Rules, Server
 from runtime_min.text import ChatTemplate, Tokenizer
 from tests.lab import converted
 from tests.scripted import listening, until

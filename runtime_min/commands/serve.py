@@ -57,11 +57,11 @@ def run(run: Any, limits: Limits, given: dict[str, Any]) -> None:
     need("serve", "serve")
     from runtime_min.engine import Engine
     from runtime_min.serve import start
-    from runtime_min.serve.app import Rules, Server
     from runtime_min.serve.fetch import Fetch
     from runtime_min.serve.http import to_stderr
     from runtime_min.serve.pump import Pump
     from runtime_min.serve.run import bound, serve
+    from runtime_min.serve.server import Rules, Server
 
     # What is cheap to get wrong is found before the weights are read.
     sock = bound(given["host"], given["port"])

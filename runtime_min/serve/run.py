@@ -11,8 +11,9 @@ from types import FrameType
 import uvicorn
 
 from runtime_min.messages import Stats
-from runtime_min.serve.app import Server, app_of
+from runtime_min.serve.app import app_of
 from runtime_min.serve.http import to_stderr
+from runtime_min.serve.server import Server
 from specs.errors import InputError
 
 # Seconds for connections to close once nothing is under way any more.
