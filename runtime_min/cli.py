@@ -4,7 +4,6 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,13 @@ from typing import Any
 import click
 from tqdm import tqdm
 
+from runtime_min.commands import serve as serving
+from runtime_min.commands.accept import accept
+from runtime_min.commands.chat import chat
 from runtime_min.commands.kernels import bench, tune
-from runtime_min.launch import DTYPES, Run, launch
+from runtime_min.commands.options import chosen, limit_options, run_options
+from runtime_min.launch import launch
+from runtime_min.request import Limits
 from runtime_min.tasks import Generation, Scoring, doctor_task, generate_task, score_task
 from specs.errors import InputError
 from specs.schema import archs
@@ -48,43 +52,6 @@ def main() -> None:
 
     Exit codes: 0 done, 1 the input or artifact is wrong, 2 wrong usage.
     """
-
-
-def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(
-        [
-            click.option(
-                "--device",
-                type=click.Choice(["cpu", "cuda"]),
-                default=None,
-                help="[default: cuda if there are enough GPUs]",
-            ),
-            click.option(
-                "--dtype",
-                type=click.Choice(list(DTYPES)),
-                default=None,
-                help="[default: bfloat16 on cuda, float32 on cpu]",
-            ),
-            click.option(
-                "--ops",
-                type=click.Choice(["ref", "triton"]),
-                default=None,
-                help="[default: triton on cuda, ref on cpu]",
-            ),
-            click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
-            click.option(
-                "--no-verify", is_flag=True, help="Do not check this rank's files by sha256 before loading them."
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
-def chosen(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool
-) -> Run:
-    return Run(artifact=artifact, device=device, dtype=dtype, ops=ops, inner_eps=inner_eps, verify=not no_verify)
 
 
 def under_torchrun() -> tuple[int, int] | None:
@@ -257,5 +224,28 @@ def doctor(
         raise click.exceptions.Exit(1)
 
 
+@main.command()
+@click.argument("artifact", type=click.Path(path_type=Path))
+@run_options
+@limit_options
+@serving.options
+def serve(
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
+    running: int, waiting: int, step_tokens: int, context: int | None, cache_tokens: int | None, **given: Any,
+) -> None:  # fmt: skip
+    """Serve ARTIFACT over HTTP: OpenAI's chat and completions, a web page at /, metrics; ends in order on SIGTERM."""
+    limits = Limits(
+        running=running,
+        waiting=waiting,
+        step_tokens=step_tokens,
+        context=context,
+        cache_tokens=cache_tokens,
+        grammars=serving.has_grammars(),
+    )
+    serving.run(chosen(artifact, device, dtype, ops, inner_eps, no_verify), limits, given)
+
+
+main.add_command(accept)
+main.add_command(chat)
 main.add_command(tune)
 main.add_command(bench)

@@ -7,6 +7,7 @@ reads it while that step runs. A request that turns out to have ended is in one 
 """
 
 import sys
+from collections.abc import Callable
 from typing import Any, Self
 
 from runtime_min.artifact import Artifact
@@ -15,24 +16,30 @@ from runtime_min.graphs import Graphs
 from runtime_min.graphs import sizes as counts
 from runtime_min.kernels.jit import Jit
 from runtime_min.memory import HOST_TOKENS, MemoryPlan, measured
-from runtime_min.messages import Close, Command, Event, Finish, Logprob, Submit
+from runtime_min.messages import Close, Command, Event, Finish, Logprob, Stats, Submit
 from runtime_min.models.decoder import Decoder
 from runtime_min.pages import Pool
 from runtime_min.request import Bounds, Limits
 from runtime_min.runner import Entry, Flight, Runner
 from runtime_min.sampler import FIXED, Row, Sampler
 from runtime_min.scheduler import Active, Scheduler
+from runtime_min.text import Tokenizer
 from runtime_min.vision.encoder import Encoder
 from runtime_min.warm import warm
 from specs.errors import InputError
+
+Constrain = Callable[[str], Any]
 
 
 class Core:
     """Requests of all groups, and the tensors of this rank."""
 
-    def __init__(self, model: Decoder, limits: Limits, encode: Encode | None = None) -> None:
-        """encode: what makes embeddings of requests' pictures, None where there can be none."""
-        self.model, self.ranks, self.limits = model, model.ranks, limits
+    def __init__(
+        self, model: Decoder, limits: Limits, encode: Encode | None = None, constrain: Constrain | None = None
+    ) -> None:
+        """encode: what makes embeddings of requests' pictures, None where there can be none; constrain: a request's
+        place in its compiled grammar, likewise."""
+        self.model, self.ranks, self.limits, self.constrain = model, model.ranks, limits, constrain
         self.ranks.agree({"limits": repr(limits)})
         context = min(limits.context or model.dims.context, model.cos.shape[0])
         if model.settings.device.type == "cuda" and isinstance(model.ops.kernels, Jit):
@@ -65,7 +72,8 @@ class Core:
     def load(cls, model: Decoder, artifact: Artifact, limits: Limits) -> Self:
         """The core over an artifact's model, and over its vision part if it has one."""
         seeing = artifact.has_vision
-        return cls(model, limits, Encoder.load(artifact, model.ops, model.ranks, model.settings) if seeing else None)
+        encode = Encoder.load(artifact, model.ops, model.ranks, model.settings) if seeing else None
+        return cls(model, limits, encode, _constrain(artifact) if limits.grammars else None)
 
     def _lines(self) -> list[str]:
         """What is told at the start: what memory is spent on, and what can be asked from now on."""
@@ -83,6 +91,18 @@ class Core:
         """Kernels that were compiled in this process so far. Past `ready` it must not grow."""
         kernels = self.model.ops.kernels
         return 0 if kernels is None else kernels.compiled
+
+    @property
+    def stats(self) -> Stats:
+        s = self.schedulers
+        return Stats(
+            running=sum(len(x.running) for x in s),
+            waiting=sum(len(x.waiting) for x in s),
+            pages=sum(x.pool.pages for x in s),
+            free=sum(x.pool.available for x in s),
+            preempted=sum(x.preempted for x in s),
+            compiled=self.compiled - self.ready,
+        )
 
     @property
     def busy(self) -> bool:
@@ -125,6 +145,10 @@ class Core:
                     self.runner.embeddings.encode.check(m.item, m.tokens)
             except InputError as e:
                 return [Event(id=a.id, finish="error", error=f"pictures: {e}")]
+        if request.grammar is not None:
+            if self.constrain is None:
+                return [Event(id=a.id, finish="error", error="grammars: this engine was started without them")]
+            a.constraint = self.constrain(request.grammar)
         self.active[a.id] = scheduler, a
         scheduler.add(a)
         return []
@@ -164,6 +188,14 @@ class Core:
         if len(a.tokens) - len(a.request.prompt) == a.request.max_tokens:
             return [self._end(a, "length", **news)]
         return [Event(id=a.id, cached=a.cached or 0, **news)]
+
+
+def _constrain(artifact: Artifact) -> Constrain:
+    """Places in grammars over the tokens of an artifact."""
+    from runtime_min.grammar import Constraint, vocabulary
+
+    known = vocabulary(Tokenizer.open(artifact.path))
+    return lambda compiled: Constraint(compiled, known)
 
 
 def _logprob(result: list[float], row: Row) -> Logprob | None:

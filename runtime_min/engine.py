@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, Self
 
+from runtime_min.about import about
 from runtime_min.core import Core
 from runtime_min.launch import Run, loaded, world_of
-from runtime_min.messages import Cancel, Close, Command, Event, Finish, Logprob, Submit
+from runtime_min.messages import Cancel, Close, Command, Event, Finish, Logprob, Stats, Submit
 from runtime_min.remote import Remote
 from runtime_min.request import Bounds, Limits, Request, RequestError
 from runtime_min.sample import Sampling
@@ -28,11 +29,15 @@ class EngineError(InputError):
 
 
 class Link(Protocol):
-    """Where the ranks are."""
+    """Where the ranks are. about: lines for whoever started them."""
 
     bounds: Bounds
     limits: Limits
     groups: int
+    about: tuple[str, ...]
+
+    @property
+    def stats(self) -> Stats: ...
 
     def step(self, commands: list[Command], wait: float) -> list[Event]: ...
 
@@ -42,9 +47,13 @@ class Link(Protocol):
 class Local:
     """Rank 0 in this process; the other ranks, if there are any, follow on their own."""
 
-    def __init__(self, core: Core, resources: ExitStack | None = None) -> None:
-        self.core, self.resources = core, resources
+    def __init__(self, core: Core, resources: ExitStack | None = None, about: tuple[str, ...] = ()) -> None:
+        self.core, self.resources, self.about = core, resources, about
         self.bounds, self.limits, self.groups = core.bounds, core.limits, core.ranks.groups
+
+    @property
+    def stats(self) -> Stats:
+        return self.core.stats
 
     def step(self, commands: list[Command], wait: float) -> list[Event]:
         return self.core.step(commands) if commands or self.core.busy else []
@@ -90,7 +99,8 @@ class Engine:
             return
         with ExitStack() as resources:
             model, opened = resources.enter_context(loaded(run, 0, 1, None))
-            self._begin(Local(Core.load(model, opened, limits), resources.pop_all()))
+            core = Core.load(model, opened, limits)
+            self._begin(Local(core, resources.pop_all(), about(core, opened)))
 
     @classmethod
     def over(cls, core: Core) -> Self:
@@ -112,15 +122,25 @@ class Engine:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @property
+    def most(self) -> int:
+        """Requests that may be under way at once."""
+        return (self.link.limits.running + self.link.limits.waiting) * self.link.groups
+
+    @property
+    def stats(self) -> Stats:
+        return self.link.stats
+
     def submit(self, request: Request) -> int:
         """The id of a new request. RequestError if it can never run, or if too many are under way; EngineError if the
         engine has failed."""
         if self.failed is not None:
             raise EngineError(self.failed)
         self.bounds.check(request)
-        most = (self.link.limits.running + self.link.limits.waiting) * self.link.groups
-        if len(self.unfinished) >= most:
-            raise RequestError(f"engine: {len(self.unfinished)} requests are under way, {most} are allowed; try later")
+        if len(self.unfinished) >= self.most:
+            raise RequestError(
+                f"engine: {len(self.unfinished)} requests are under way, {self.most} are allowed; try later"
+            )
         seed = request.sampling.seed
         seed = secrets.randbits(63) if seed is None else seed & (1 << 63) - 1
         self.commands.append(Submit(id=self.next, request=request, seed=seed))
@@ -171,9 +191,8 @@ class Engine:
         results = [Result(r.prompt) for r in requests]
         places: dict[int, int] = {}
         left = list(reversed(range(len(requests))))
-        most = (self.link.limits.running + self.link.limits.waiting) * self.link.groups
         while left or places:
-            while left and len(self.unfinished) < most:
+            while left and len(self.unfinished) < self.most:
                 place = left.pop()
                 places[self.submit(requests[place])] = place
             for event in self.step(wait=1.0):

@@ -46,6 +46,11 @@ class Run:
     verify: bool = True
     check: bool = True
 
+    @property
+    def how(self) -> dict[str, Any]:
+        """All fields but the artifact."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "artifact"}
+
 
 Task = Callable[[Decoder, Artifact, Any], Any]
 

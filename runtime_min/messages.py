@@ -36,6 +36,19 @@ class Close:
     """The last command."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stats:
+    """An engine's state after a step, over all groups: requests, pages of the cache, of them not held by a request;
+    preemptions so far; kernels compiled since it was ready, which should be none."""
+
+    running: int = 0
+    waiting: int = 0
+    pages: int = 1
+    free: int = 1
+    preempted: int = 0
+    compiled: int = 0
+
+
 Command = Submit | Cancel | Close
 
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from runtime_min.about import about
 from runtime_min.artifact import Artifact
 from runtime_min.core import Core
 from runtime_min.launch import Processes, Run
-from runtime_min.messages import Close, Command, Event
+from runtime_min.messages import Close, Command, Event, Stats
 from runtime_min.models.decoder import Decoder
 from runtime_min.ranks import RanksError
 from runtime_min.request import Bounds, Limits
@@ -26,6 +27,7 @@ class Ready:
 
     bounds: Bounds
     groups: int
+    about: tuple[str, ...]
 
 
 def serve(model: Decoder, artifact: Artifact, argument: tuple[Limits, Connection]) -> None:
@@ -35,7 +37,7 @@ def serve(model: Decoder, artifact: Artifact, argument: tuple[Limits, Connection
     if model.ranks.rank != 0:
         core.follow()
         return
-    pipe.send(Ready(bounds=core.bounds, groups=model.ranks.groups))
+    pipe.send(Ready(bounds=core.bounds, groups=model.ranks.groups, about=about(core, artifact)))
     while not core.closed:
         commands: list[Command] = []
         try:
@@ -45,7 +47,7 @@ def serve(model: Decoder, artifact: Artifact, argument: tuple[Limits, Connection
             commands.append(Close())
         events = core.step(commands)
         if events:
-            pipe.send(events)
+            pipe.send((events, core.stats))
 
 
 class Remote:
@@ -63,15 +65,18 @@ class Remote:
             self.processes.kill()
             raise
         assert isinstance(ready, Ready)
-        self.bounds, self.groups = ready.bounds, ready.groups
+        self.bounds, self.groups, self.about, self.stats = ready.bounds, ready.groups, ready.about, Stats()
 
     def step(self, commands: list[Command], seconds: float) -> list[Event]:
         """Sends commands, and gives what has arrived. RanksError once a rank has died; the others are ended then."""
         if commands:
             self._send(commands)
-        events: list[Event] = self._next(seconds) or []
-        while self.pipe.poll():
-            events += self.pipe.recv()
+        events: list[Event] = []
+        news = self._next(seconds)
+        while news is not None:
+            events += news[0]
+            self.stats = news[1]
+            news = self.pipe.recv() if self.pipe.poll() else None
         return events
 
     def _send(self, commands: list[Command]) -> None:

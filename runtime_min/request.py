@@ -34,6 +34,7 @@ class Request:
     """What one caller asks: up to max_tokens ids after `prompt`; an id of `stops` ends it and is given too.
 
     scored: the log-probability of every prompt token after the first, too (and no help from the prefix cache).
+    grammar: a compiled grammar as JSON, which the output keeps to.
     """
 
     prompt: tuple[int, ...]
@@ -42,6 +43,7 @@ class Request:
     stops: frozenset[int] = frozenset()
     scored: bool = False
     media: tuple[Media, ...] = ()
+    grammar: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class Limits:
     in a step; share: the least of them that a prompt gets, if there are any; cache_tokens: tokens in the cache, None
     for what `memory` of the card leaves; page_tokens: kernels compiled ahead of time know 64; context: the most tokens
     of a request, None for the model's; graphs: decode steps up to this many tokens are captured, 0 for none; pictures:
-    tokens of pictures whose embeddings are kept.
+    tokens of pictures whose embeddings are kept; grammars: load at the start what requests with grammars need.
     """
 
     running: int = 64
@@ -65,6 +67,7 @@ class Limits:
     memory: float = 0.92
     graphs: int = 64
     pictures: int = 16384
+    grammars: bool = False
 
     def __post_init__(self) -> None:
         if not 0 < self.running <= self.step_tokens or min(self.share, self.waiting) < 1 or not 0 < self.memory <= 1:

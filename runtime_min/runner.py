@@ -63,7 +63,7 @@ class Runner:
 
     def launch(self, plans: list[Plan]) -> Flight:
         """Starts a step of all groups, whose requests move on."""
-        entries = [_entries(plan) for plan in plans]
+        entries = [_entries(plan, own=g == self.ranks.group) for g, plan in enumerate(plans)]
         for a, _ in plans[self.ranks.group]:
             if a.request.sampling.penalised and not a.counted and a.slot is not None:
                 n = len(a.request.prompt)
@@ -142,24 +142,26 @@ class Runner:
         return Flight(entries=entries, results=results, landed=landed)
 
 
-def _entries(plan: Plan) -> list[Entry]:
-    """What each request of a plan will give."""
+def _entries(plan: Plan, own: bool) -> list[Entry]:
+    """What each request of a plan will give. own: this rank's group samples it."""
     out: list[Entry] = []
     first = 0
     for a, n in plan:
         start, end = a.sequence.length, a.sequence.length + n
         sampled = n == a.todo
         after = range(start + 1 if a.request.scored else end, end + 1)
-        rows = tuple(_row(a, position, sampled and position == end) for position in after)
+        rows = tuple(_row(a, position, sampled and position == end, own) for position in after)
         out.append(Entry(active=a, length=end, sampled=sampled, first=first, rows=rows))
         first += len(rows)
     return out
 
 
-def _row(a: Active, position: int, sampled: bool) -> Row:
+def _row(a: Active, position: int, sampled: bool, own: bool) -> Row:
     """The row of logits for the token at `position`."""
     if sampled:
-        return Row(sampling=a.request.sampling, seed=a.seed, position=position, slot=a.slot)
+        limited = own and a.constraint is not None
+        mask = a.constraint.mask(a.tokens[len(a.request.prompt) :]) if limited else None
+        return Row(sampling=a.request.sampling, seed=a.seed, position=position, slot=a.slot, mask=mask)
     target = a.request.prompt[position] if a.request.scored and position < len(a.request.prompt) else None
     sampling = Sampling(logprobs=a.request.sampling.logprobs or 0) if target is not None else Sampling()
     return Row(sampling=sampling, seed=0, position=position, slot=None, target=target)

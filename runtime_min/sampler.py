@@ -17,13 +17,15 @@ FIXED = 3
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One row of logits: those of the token at `position`. slot: where the request's last token is kept, None if this
-    row's token is not the request's next. target: the known next token whose log-probability is wanted instead."""
+    row's token is not the request's next. target: the known next token whose log-probability is wanted instead. mask:
+    int32 words on the host, whose bits say which tokens are allowed; None for all."""
 
     sampling: Sampling
     seed: int
     position: int
     slot: int | None
     target: int | None = None
+    mask: Tensor | None = None
 
 
 class Sampler:
@@ -86,7 +88,7 @@ class Sampler:
         return found
 
     def _biased(self, raw: Tensor, rows: list[Row], slots: Tensor) -> Tensor:
-        """Logits after penalties and biases."""
+        """Logits after penalties, biases and masks."""
         device = raw.device
         if any(r.sampling.penalised and r.slot is not None for r in rows):
             weights = [(r.sampling.presence, r.sampling.frequency, r.sampling.repetition) for r in rows]
@@ -95,7 +97,17 @@ class Sampler:
         if entries:
             at, token, value = (upload(np.array(v), device) for v in zip(*entries, strict=True))
             raw = raw.index_put((at, token), value.to(raw.dtype), accumulate=True)
+        masks = {i: r.mask for i, r in enumerate(rows) if r.mask is not None}
+        if masks:
+            where = upload(np.array(list(masks), np.int64), device)
+            allowed = _bits(torch.stack(list(masks.values())).to(device))[:, : raw.shape[1]]
+            raw = raw.index_copy(0, where, raw[where].masked_fill(~allowed, -torch.inf))
         return raw
+
+
+def _bits(words: Tensor) -> Tensor:
+    """int32 [n, words] -> bool [n, 32 words], the lowest bit first."""
+    return ((words[:, :, None] >> torch.arange(32, dtype=torch.int32, device=words.device)) & 1).bool().flatten(1)
 
 
 def _results(raw: Tensor, tokens: Tensor, finite: Tensor, told: Tensor, tops: int | None) -> Tensor:

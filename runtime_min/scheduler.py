@@ -9,6 +9,7 @@ its whole text fits; nobody overtakes. The oldest can always go on, so every ste
 from bisect import insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from runtime_min.pages import Pool, Sequence, page_key
 from runtime_min.request import Limits, Request
@@ -22,7 +23,7 @@ class Active:
     """A request under way. tokens: prompt and output as far as the host has read them; pending: sampled on the device
     and not read yet; committed: its first pages that are in the prefix cache; cached: prompt tokens that came from
     there at first; scored: prompt tokens after the first whose log-probability was reported; counted: its slot holds
-    the counts that penalties need."""
+    the counts that penalties need; constraint: its place in its grammar."""
 
     id: int
     request: Request
@@ -37,6 +38,7 @@ class Active:
     scored: int = 0
     counted: bool = False
     done: bool = False
+    constraint: Any = None
 
     @property
     def length(self) -> int:
@@ -45,9 +47,11 @@ class Active:
 
     @property
     def todo(self) -> int:
-        """Tokens to compute before the next one can be sampled; 0 when all that was asked for is sampled."""
+        """Tokens to compute before the next one can be sampled; 0 when all that was asked for is sampled, or while a
+        grammar waits for the token before."""
         finished = self.length - len(self.request.prompt) >= self.request.max_tokens
-        return 0 if finished else self.length - self.sequence.length
+        waits = self.constraint is not None and self.pending
+        return 0 if finished or waits else self.length - self.sequence.length
 
     def keys_up_to(self, pages: int, page_tokens: int) -> list[bytes]:
         """Keys of the first `pages` pages, whose tokens must all be known."""

@@ -1,8 +1,9 @@
 """Without a GPU Triton kernels run in its interpreter, which must be known before triton is imported."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -37,3 +38,13 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("demo") / "model"
     write_demo(folder, TINY)
     yield folder
+
+
+@pytest.fixture(scope="session")
+def bench(demo: Path) -> Callable[..., Any]:
+    """The real server over an engine double: `with bench("what it says") as b`."""
+    from functools import partial
+
+    from tests.serving import benched
+
+    return partial(benched, demo)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 from runtime_min.engine import Engine, EngineError
-from runtime_min.messages import Submit
+from runtime_min.messages import Stats, Submit
 from runtime_min.ranks import Ranks, RanksError
 from runtime_min.remote import Remote
 from runtime_min.request import Limits, Media, Request
@@ -187,7 +187,7 @@ def test_much_to_send_both_ways_at_once_stops_nobody() -> None:
     link.processes = SimpleNamespace(sentinels=[], alive=lambda: True)  # type: ignore[assignment]
 
     def rank() -> int:
-        theirs.send([b"x" * sent])
+        theirs.send(([b"x" * sent], Stats()))
         return len(theirs.recv_bytes())
 
     with ThreadPoolExecutor(1) as pool:

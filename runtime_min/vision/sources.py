@@ -1,8 +1,8 @@
-"""Where a request's pictures come from: data URLs, and files under one folder. Nothing is fetched from a network."""
+"""Where a request's pictures come from: data URLs, and files under one folder. Only a given `fetch` asks a network."""
 
 import base64
 import binascii
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +19,12 @@ IMAGE, VIDEO = ("image", "image_url"), ("video", "video_url")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sources:
-    """root: the folder whose files a request may name, None for no files at all."""
+    """root: the folder whose files a request may name, None for no files at all. fetch: (where, address) to bytes, for
+    http and https; None for none."""
 
     rule: Rule
     root: Path | None = None
+    fetch: Callable[[str, str], bytes] | None = None
 
     def media(self, messages: Sequence[Mapping[str, Any]]) -> list[Media]:
         """Every picture and clip of a conversation, in the order in which its prompt names them.
@@ -66,6 +68,8 @@ class Sources:
         if url[:5].lower() == "data:":
             return _data(where, url)
         scheme = urlsplit(url).scheme.lower() if "://" in url else ""
+        if scheme in ("http", "https") and self.fetch is not None:
+            return self.fetch(where, url)
         if scheme not in ("", "file"):
             raise MediaError(f"{where}: {scheme} addresses are not fetched; send a data URL")
         if self.root is None:

@@ -1,0 +1,58 @@
+"""What an engine says of itself at the start: machine, mesh, who computes what."""
+
+import torch
+
+from runtime_min.artifact import Artifact
+from runtime_min.core import Core
+from runtime_min.kernels.choose import tables_here
+from runtime_min.kernels.cubin import Cubins
+
+
+def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
+    """Lines for the start; memory, cache and graphs the engine tells by itself."""
+    model, mesh, d = core.model, core.ranks.mesh, core.model.dims
+    device = model.settings.device
+    here = f"{torch.get_num_threads()} threads" if device.type == "cpu" else _card(device)
+    return (
+        f"device: {device.type}, {here}; torch {torch.__version__}, {_triton()}",
+        f"mesh: {mesh.world} ranks, TP {mesh.tp}, EP {mesh.ep}; a rank has {d.experts // mesh.ep} experts of width "
+        f"{d.moe_ff // mesh.etp} and {d.heads // mesh.tp} heads",
+        f"compute: {_kernels(core)}, {str(model.settings.dtype).removeprefix('torch.')}; pictures: "
+        f"{'yes' if core.bounds.sees else 'no vision part'}; drafts: none",
+        f"tuning: {_tuning(core, artifact)}",
+    )
+
+
+def _card(device: torch.device) -> str:
+    name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return f"{name} (sm{major}{minor}), CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def _triton() -> str:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return f"Triton {version('triton')}"
+    except PackageNotFoundError:
+        return "no Triton"
+
+
+def _kernels(core: Core) -> str:
+    """Who computes experts, prefill and decode, and why."""
+    kernels = core.model.ops.kernels
+    if kernels is None:
+        return "reference ops for experts, prefill and decode (the default on a CPU, or asked for)"
+    if isinstance(kernels, Cubins):
+        return f"Triton kernels compiled ahead of time for experts, prefill and decode (kernels/{kernels.arch})"
+    return "Triton kernels for experts, prefill and decode, compiled at first use"
+
+
+def _tuning(core: Core, artifact: Artifact) -> str:
+    """The tables that configs come from."""
+    if core.model.ops.kernels is None:
+        return "none is needed"
+    if core.model.settings.device.type != "cuda":
+        return "none on a CPU"
+    found = tables_here(artifact.path, str(artifact.manifest["digest"]))
+    return ", ".join(f"{t.setting.device} {t.digest[:12]}" for t in found) or "no table for this card, default configs"
