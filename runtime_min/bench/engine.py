@@ -52,7 +52,7 @@ class Cases:
     decode: tuple[tuple[int, int], ...] = ((1, 8192), (8, 8192), (32, 8192), (64, 8192), (128, 4096))
     ops: tuple[tuple[int, int], ...] = ((1, 8192), (64, 8192))
     paged: tuple[tuple[int, int], ...] = ((1, 8192), (64, 8192))
-    pages: tuple[int, ...] = (16, 32, 64, 128)
+    pages: tuple[int, ...] = (16, 32, 64)
     prefill: tuple[tuple[int, int], ...] = ((8192, 2048), (8192, 8192), (65536, 8192))
 
 

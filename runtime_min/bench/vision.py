@@ -18,7 +18,6 @@ from torch import Tensor
 
 from runtime_min.bench.report import page, write
 from runtime_min.kernels.jit import Jit
-from runtime_min.kernels.vit_attn import launch as vit_attn
 from runtime_min.models.shapes import random
 from runtime_min.models.vit import Grid, Tower
 from runtime_min.ops import REF, Ops, triton_ops
@@ -47,15 +46,15 @@ class BenchError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """`batch` pictures of one size. Milliseconds of the whole batch: on the card with each attention, from JPEG files
-    to embeddings, transformers' tower, and what the arithmetic alone would take."""
+    """`batch` pictures of one size. Milliseconds of the whole batch: on the card, the first time that grid and batch
+    are met, from JPEG files to embeddings, transformers' tower, and what the arithmetic alone would take."""
 
     width: int
     height: int
     grid: Grid
     batch: int
     ms: float
-    torch_attention_ms: float
+    first_ms: float
     files_ms: float
     transformers_ms: float
     floor_ms: float
@@ -86,17 +85,19 @@ def weights_of(config: ModelConfig, device: torch.device) -> dict[str, Tensor]:
     return out
 
 
-def milliseconds(work: Callable[[], object]) -> float:
-    """Wall time of `work` with the card drained before and after: the fastest of a few."""
-    best = float("inf")
+def first(work: Callable[[], object]) -> float:
+    """Milliseconds of one call with the card drained before and after."""
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
     work()
-    for _ in range(REPEATS):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        work()
-        torch.cuda.synchronize()
-        best = min(best, time.perf_counter() - begin)
-    return best * 1e3
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def milliseconds(work: Callable[[], object]) -> float:
+    """The fastest of a few calls of `work` after one that warms up."""
+    work()
+    return min(first(work) for _ in range(REPEATS))
 
 
 def in_passes(tower: Tower, pixels: Tensor, grid: Grid, batch: int) -> Callable[[], object]:
@@ -142,45 +143,27 @@ def theirs(d: VisionDims, device: torch.device) -> Callable[[Tensor, Tensor], Te
     return forward
 
 
-def check(config: ModelConfig, weights: dict[str, Tensor], choices: dict[str, Ops]) -> None:
-    """BenchError unless every choice of ops agrees with the definitions in FP32 on pictures of several sizes."""
+def check(config: ModelConfig, weights: dict[str, Tensor], ops: Ops) -> None:
+    """BenchError unless `ops` agree with the definitions in FP32 on pictures of several sizes."""
     assert config.vision is not None
     grids: list[Grid] = [(1, 16, 16), (1, 30, 44), (4, 8, 10)]
     pixels = torch.rand(sum(map(prod, grids)), 3, 14, 14, device="cuda") * 2 - 1
     want = Tower(config.vision, {n: w.float() for n, w in weights.items()}, REF).forward(pixels, grids)
-    for name, ops in choices.items():
-        found = Tower(config.vision, weights, ops).forward(pixels, grids).float()
-        error = float((found - want).abs().max() / want.abs().max())
-        if not error <= BOUND:
-            raise BenchError(
-                f"{name}: differs from the definition by {error:.2g} of the largest value, at most {BOUND}"
-            )
-
-
-def configs(d: VisionDims, rows: int) -> list[tuple[str, float]]:
-    """Milliseconds of the attention kernel alone over every candidate config, one picture of rows x rows patches."""
-    head, n = d.vit_hidden // d.vit_heads, rows * rows
-    qkv = torch.randn(n, 3, d.vit_heads, head, dtype=torch.bfloat16, device="cuda")
-    angles = torch.rand(n, head // 2, device="cuda")
-    found = [("torch", milliseconds(partial(vit_attn.by_torch, Jit(), qkv, angles, angles, (n,))))]
-    for config in vit_attn.Problem(d.vit_heads, head).candidates():
-        kernels = Jit(lambda _, config=config: config)  # type: ignore[misc]
-        try:
-            found.append((str(config), milliseconds(partial(vit_attn.vit_attn, kernels, qkv, angles, angles, (n,)))))
-        except Exception as e:
-            click.echo(f"{config}: does not run here: {e}", err=True)
-    return sorted(found, key=lambda pair: pair[1])
+    found = Tower(config.vision, weights, ops).forward(pixels, grids).float()
+    error = float((found - want).abs().max() / want.abs().max())
+    if not error <= BOUND:
+        raise BenchError(f"the tower differs from its definition by {error:.2g} of the largest value, at most {BOUND}")
 
 
 def table(rows: list[Row], facts: dict[str, str]) -> str:
     head = [
-        "| pixels | grid | batch | ms | pictures/s | ms, torch's attention | ms from JPEG files | transformers ms "
+        "| pixels | grid | batch | ms | pictures/s | ms the first time | ms from JPEG files | transformers ms "
         "| faster | ms of arithmetic | share |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     lines = [
         f"| {r.width} x {r.height} | {r.grid[1]} x {r.grid[2]} | {r.batch} | {r.ms:.2f} | {1e3 * r.batch / r.ms:.1f} "
-        f"| {r.torch_attention_ms:.2f} | {r.files_ms:.2f} | {r.transformers_ms:.2f} | {r.transformers_ms / r.ms:.2f} "
+        f"| {r.first_ms:.2f} | {r.files_ms:.2f} | {r.transformers_ms:.2f} | {r.transformers_ms / r.ms:.2f} "
         f"| {r.floor_ms:.2f} | {r.floor_ms / r.ms:.2f} |"
         for r in rows
     ]
@@ -192,9 +175,8 @@ def measured(config: ModelConfig, rule: Rule, tflops: float) -> list[Row]:
     d, device = config.vision, torch.device("cuda")
     weights = weights_of(config, device)
     ours = triton_ops(Jit())
-    library = replace(ours, vit_attn=partial(vit_attn.by_torch, Jit()))
-    check(config, weights, {"triton": ours, "torch": library})
-    fast, other, reference = Tower(d, weights, ours), Tower(d, weights, library), theirs(d, device)
+    check(config, weights, ours)
+    fast, reference = Tower(d, weights, ours), theirs(d, device)
     encoder = Encoder(fast, rule, Ranks(0, Mesh()))
     rows = []
     for width, height in SIZES:
@@ -214,8 +196,8 @@ def measured(config: ModelConfig, rule: Rule, tflops: float) -> list[Row]:
                     height=height,
                     grid=grid,
                     batch=batch,
+                    first_ms=first(in_passes(fast, pixels, grid, batch)),
                     ms=milliseconds(in_passes(fast, pixels, grid, batch)),
-                    torch_attention_ms=milliseconds(in_passes(other, pixels, grid, batch)),
                     files_ms=milliseconds(from_files),
                     transformers_ms=milliseconds(partial(reference, repeated, grids)),
                     floor_ms=operations(d, [grid] * batch) / tflops / 1e9,
@@ -228,20 +210,14 @@ def measured(config: ModelConfig, rule: Rule, tflops: float) -> list[Row]:
 @click.command()
 @click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--tflops", default=805.0, help="bf16 operations that the card does at best, in 10^12 a second.")
-@click.option("--configs", "only_configs", is_flag=True, help="Only the attention kernel, over its candidates.")
 @click.option("--result", type=click.Path(path_type=Path), default=None, help="Where to write NAME.json and NAME.md.")
-def main(config: Path, tflops: float, only_configs: bool, result: Path | None) -> None:
+def main(config: Path, tflops: float, result: Path | None) -> None:
     """Measure the vision tower that CONFIG describes: a config.json with preprocessor_config.json beside it."""
     import transformers
 
     model = read_config(manifest.read_json(config))
     if model.vision is None:
         raise click.UsageError(f"{config}: is of a model without a vision tower")
-    if only_configs:
-        for rows in (16, 64, 130):
-            lines = [f"{ms:8.3f} ms  {name}" for name, ms in configs(model.vision, rows)]
-            click.echo("\n".join([f"{rows} x {rows}", *lines]))
-        return
     found = measured(model, Rule.open(config.parent), tflops)
     facts = {
         "card": torch.cuda.get_device_name(), "layers": str(model.vision.vit_layers), "torch": torch.__version__,
