@@ -56,7 +56,8 @@ def by_safetensors(files: list[Path], device: torch.device) -> list[Tensor]:
 def by_fastsafetensors(files: list[Path], device: torch.device, threads: int) -> list[Tensor]:
     from fastsafetensors import SafeTensorsFileLoader, SingleGroup
 
-    loader = SafeTensorsFileLoader(SingleGroup(), str(device), max_threads=threads, nogds=True)
+    where = "cuda:0" if device.type == "cuda" else "cpu"
+    loader = SafeTensorsFileLoader(SingleGroup(), where, max_threads=threads, nogds=True)
     loader.add_filenames({0: [str(f) for f in files]})
     buffers = loader.copy_files_to_device()
     out = [buffers.get_tensor(name).clone() for name in buffers.key_to_rank_lidx]
