@@ -13,7 +13,7 @@ from convert.readers.source import LICENCE_GLOBS, TOKENIZER_FILES, Source
 from convert.repack import pool
 from convert.repack.assemble import tensors
 from convert.repack.clock import Clock
-from convert.report import SLACK_DISK, Report, available_memory, peak_memory, peak_now
+from convert.report import Report, available_memory, disk_problems, peak_memory, peak_now
 from convert.shard.journal import FOLDER, Journal
 from convert.shard.plan import Job, Plan
 from convert.shard.seal import seal
@@ -180,12 +180,7 @@ def check_room(jobs: list[Job], out: Path, workers: int, passing: int = 0) -> No
             f"memory: {workers} workers may need {need / 1e9:.2f} GB, {have / 1e9:.2f} GB are available "
             f"(largest tensor {largest / 1e9:.2f} GB, streamed); use fewer --workers"
         )
-    need, have = sum(f.size for j in jobs for f in j.files.values()) + passing + SLACK_DISK, shutil.disk_usage(out).free
-    if have < need:
-        problems.append(
-            f"disk: {out} needs {need / 1e9:.2f} GB more, {have / 1e9:.2f} GB are free; free "
-            f"{(need - have) / 1e9:.2f} GB or choose another --out"
-        )
+    problems += disk_problems(out, sum(f.size for j in jobs for f in j.files.values()) + passing)
     if problems:
         raise PlanError(problems)
 

@@ -2,6 +2,7 @@
 
 import os
 import resource
+import shutil
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,17 @@ SLACK_DISK = 64 << 20
 def peak_memory(workers: int) -> int:
     """The bound a run keeps: two pieces of 256 MiB per worker, and 1 GiB for everything else."""
     return BASE_MEMORY + workers * PIECES * PIECE_BYTES
+
+
+def disk_problems(out: Path, nbytes: int) -> list[str]:
+    """What to say if the disk of `out` has no room for so many more bytes and a little slack; nothing if it has."""
+    need, have = nbytes + SLACK_DISK, shutil.disk_usage(out).free
+    if have >= need:
+        return []
+    return [
+        f"disk: {out} needs {need / 1e9:.2f} GB more, {have / 1e9:.2f} GB are free; free "
+        f"{(need - have) / 1e9:.2f} GB or choose another --out"
+    ]
 
 
 def available_memory() -> int:

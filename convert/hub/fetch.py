@@ -16,7 +16,8 @@ from convert.hub.transfer import Place, download, stream
 from convert.hub.tree import Local, Remote, Tree, commit_of, git_blob, tree
 from convert.hub.wait import HubError, refusals
 from convert.readers.sealed import Sealed, read_sealed
-from convert.report import SLACK_DISK
+from convert.report import disk_problems
+from convert.shard.journal import lock
 from convert.shard.writer import write_file
 from specs import manifest
 from specs.errors import PlanError
@@ -69,7 +70,8 @@ def fetch(wanted: Wanted, out: Path, progress: Told = lambda n, total: None) -> 
         _compare(wanted.repo, files, out, found)
         total, here = sum(f.size for f in files.values()), [n for n, f in files.items() if _is_there(f)]
         already = sum(files[n].size for n in here)
-        _room(out, total - already)
+        if problems := disk_problems(out, total - already):
+            raise PlanError(problems)
         progress(already, total)
         missing = {n: f for n, f in files.items() if n not in here}
         _download(papers, missing, lambda n: progress(n, total))
@@ -87,17 +89,14 @@ def _held(out: Path) -> Iterator[None]:
     if out.exists() and any(out.iterdir()) and not finished and not state.is_dir():
         raise PlanError(f"{out}: is not empty and no unfinished fetch; choose another --out or empty it")
     state.mkdir(parents=True, exist_ok=True)
-    lock = os.open(state / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as e:
-        os.close(lock)
-        raise PlanError(f"{out}: another fetch is writing there; wait for it or choose another --out") from e
+    handle = lock(state / "lock", fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if handle is None:
+        raise PlanError(f"{out}: another fetch is writing there; wait for it or choose another --out")
     try:
         yield
         shutil.rmtree(state)
     finally:
-        os.close(lock)
+        os.close(handle)
 
 
 class Papers:
@@ -202,15 +201,6 @@ def _compare(repo: str, files: Mapping[str, Local], out: Path, found: Tree) -> N
 def _is_there(file: Local) -> bool:
     """Whatever has its name was hashed before it got it."""
     return file.path.is_file() and file.path.stat().st_size == file.size
-
-
-def _room(out: Path, need: int) -> None:
-    have = shutil.disk_usage(out).free
-    if have < need + SLACK_DISK:
-        raise PlanError(
-            f"disk: {out} needs {need / 1e9:.2f} GB more, {have / 1e9:.2f} GB are free; free "
-            f"{(need + SLACK_DISK - have) / 1e9:.2f} GB or choose another --out"
-        )
 
 
 def _download(papers: Papers, files: Mapping[str, Local], progress: Callable[[int], None]) -> None:

@@ -1,12 +1,12 @@
 """Tokenizer and template against the release: digests, special ids, renderings."""
 
-import hashlib
 import json
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from runtime_min.accept.report import Finding
+from runtime_min.artifact import sha256
 from runtime_min.text import ChatTemplate, Tokenizer
 from specs.errors import InputError
 
@@ -21,14 +21,11 @@ RELEASED = {
 
 def digests(folder: Path) -> Finding:
     """Are the files the released ones? Another digest fails: whoever changed a file on purpose knows which."""
-    found = {name: _sha256(folder / name) for name in RELEASED}
+    paths = {name: folder / name for name in RELEASED}
+    found = {name: sha256(path) if path.is_file() else None for name, path in paths.items()}
     other = [name for name, digest in found.items() if digest != RELEASED[name]]
     said = "all are the released files" if not other else f"not the released ones: {', '.join(other)}"
     return Finding(name="digests", verdict="fail" if other else "pass", said=said, facts=found)
-
-
-def _sha256(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def renderings(folder: Path) -> Finding:
