@@ -57,10 +57,11 @@ class Attention:
         """Output [T, heads, v_head] of the part's query tokens."""
         ops = self.model.ops
         where = (rows, part.pages, part.cu_q, part.lengths, cache.page_tokens, self.model.scale)
-        if part.longest > FEW_QUERIES:
+        if part.longest > FEW_QUERIES and part.tree is None:
             return ops.mla_prefill(q_nope.contiguous(), q_pe, self.w_uk, self.w_uv, *where, part.bounds)
         q_lat = ops.heads_linear(q_nope, self.w_uk, True)
-        o_lat = ops.mla_decode(q_lat, q_pe, *where, part.longest)
+        tree = None if part.tree is None else (part.tree.prefix, part.tree.visible)
+        o_lat = ops.mla_decode(q_lat, q_pe, *where, part.longest, tree)
         return ops.heads_linear(o_lat, self.w_uv, False)
 
 
