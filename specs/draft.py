@@ -1,0 +1,421 @@
+"""config.json of every known draft -> DraftConfig, and whether a draft fits its target.
+
+Read, never guessed: what the files leave open is a default that is reported, or refused.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specs.config import Fields
+from specs.dims import ModelConfig, Yarn
+from specs.errors import ConfigError
+
+Kind = Literal["eagle3_mla", "eagle3_llama", "dflash"]
+TapsAre = Literal["outputs", "inputs"]
+KINDS: dict[str, Kind] = {
+    "Eagle3DeepseekV2ForCausalLM": "eagle3_mla",
+    "LlamaForCausalLMEagle3": "eagle3_llama",
+    "DFlashDraftModel": "dflash",
+}
+# Fields that must hold exactly this value (or be absent, which means the same).
+FIXED: dict[str, Any] = {
+    "hidden_act": "silu",
+    "bias": False,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "tie_word_embeddings": False,
+    "norm_before_fc": False,
+    "norm_before_residual": False,
+}
+EAGLE_FIXED: dict[str, Any] = {
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+# Fields that change nothing in a draft's tensors or forward pass: the embedding's and the trainer's, not the layer's.
+IGNORED = frozenset(
+    [
+        "bos_token_id",
+        "eos_token_id",
+        "pad_token_id",
+        "max_position_embeddings",
+        "max_window_layers",
+        "num_nextn_predict_layers",
+        "rope_interleave",
+        "use_sliding_window",
+        "parallel_drafting",
+        "use_swa",
+    ]
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DraftConfig:
+    """One draft as its config.json states it. Specs refer to these fields and properties by name.
+
+    vocab: rows of the draft's own head, if it has one. embed_vocab: rows of its own embedding. Sizes of MLA are 0
+    where the attention is not MLA, `kv_heads` and `head_dim` are what a dense attention has. taps: layers of the
+    target whose OUTPUT (residual stream, 0-based, low to high) the draft reads; taps_said: how that was found out.
+    norm_output, fc_norm: EAGLE3.1. block, mask_id: DFlash. windows: per layer, 0 is full attention. causal: per layer,
+    inside the block of a DFlash draft. rope_amplitude multiplies cos and sin beyond what `rope` says.
+    """
+
+    kind: Kind
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ff: int
+    vocab: int
+    embed_vocab: int
+    target_hidden: int
+    q_lora: int = 0
+    kv_lora: int = 0
+    qk_nope: int = 0
+    qk_rope: int = 0
+    v_head: int = 0
+    norm_eps: float
+    rope: Yarn
+    rope_amplitude: float = 1.0
+    taps: tuple[int, ...]
+    taps_said: str
+    norm_output: bool = False
+    fc_norm: bool = False
+    block: int = 0
+    mask_id: int | None = None
+    windows: tuple[int, ...]
+    causal: tuple[bool, ...]
+    target_layers: int | None = None
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def states(self) -> int:
+        """Width of the concatenated target states that `fc` reads."""
+        return len(self.taps) * self.target_hidden
+
+    @property
+    def fc_norms(self) -> int:
+        """How many norms the states pass before `fc`: one a tap in EAGLE3.1, else none."""
+        return len(self.taps) if self.fc_norm else 0
+
+    @property
+    def pair(self) -> int:
+        """Width of an EAGLE3 layer's input: token embedding beside hidden stream."""
+        return 2 * self.hidden
+
+    @property
+    def qk_head(self) -> int:
+        return self.qk_nope + self.qk_rope
+
+    @property
+    def qk_nope_v(self) -> int:
+        return self.qk_nope + self.v_head
+
+    @property
+    def kv_a(self) -> int:
+        return self.kv_lora + self.qk_rope
+
+
+def read_draft_config(
+    raw: Mapping[str, Any], target_layers: int | None = None, taps_are: TapsAre | None = None
+) -> DraftConfig:
+    """The draft of a parsed config.json; raises ConfigError with every problem at once.
+
+    target_layers: layers of the target, for an EAGLE3 file that names no layers. taps_are: what the layer ids mean,
+    where the rule (ids that begin with 1 are outputs, with 2 inputs) is known to be wrong.
+    """
+    problems: list[str] = []
+    names = raw.get("architectures")
+    kind = KINDS.get(names[0]) if isinstance(names, list) and len(names) == 1 and isinstance(names[0], str) else None
+    if kind is None:
+        raise ConfigError(f"draft config.json.architectures: found {names!r}, known drafts are {', '.join(KINDS)}")
+    inner_name = "dflash_config" if kind == "dflash" else "eagle_config"
+    both = _Both("draft config.json", raw, inner_name, problems)
+    both.top.fixed(FIXED)
+    hidden = both.top.number("hidden_size", int, low=1)
+    vocab = both.top.number("vocab_size", int, low=1)
+    facts = dict(
+        kind=kind,
+        hidden=hidden,
+        layers=both.top.number("num_hidden_layers", int, low=1),
+        heads=both.top.number("num_attention_heads", int, low=1),
+        ff=both.top.number("intermediate_size", int, low=1),
+        embed_vocab=vocab,
+        target_hidden=both.top.number("target_hidden_size", int, default=hidden, low=1),
+        norm_eps=both.top.number("rms_norm_eps", float),
+        target_layers=_count(both, "num_target_layers"),
+    )
+    facts |= _mla(both.top, facts["heads"]) if kind == "eagle3_mla" else _dense(both.top, facts["heads"], hidden)
+    facts["rope"], warnings = _rope(both.top)
+    if kind == "dflash":
+        facts |= _dflash(both, facts["layers"], vocab, warnings)
+    else:
+        facts |= _eagle(both, facts["layers"], vocab, target_layers, taps_are)
+    if problems:
+        raise ConfigError(problems)
+    return DraftConfig(**facts, warnings=(*warnings, *both.unknown()))
+
+
+class _Both:
+    """A field that stands at the top level in one dialect and in a nested object in another."""
+
+    def __init__(self, where: str, raw: Mapping[str, Any], nested: str, problems: list[str]) -> None:
+        self.top = Fields(where, raw, problems)
+        self.inner = self.top.object(nested) if nested in raw else Fields(f"{where}.{nested}", {}, problems)
+        self.problems = problems
+
+    def get(self, *names: str, default: Any = None) -> Any:
+        """The value under any of the names at either level; a problem if two are there and differ."""
+        found = [v for f in (self.inner, self.top) for n in names if (v := f.get(n)) is not None]
+        if any(v != found[0] for v in found):
+            self.problems.append(f"{self.top.where}: {' and '.join(names)} stand there more than once: {found}")
+        return found[0] if found else default
+
+    def flag(self, *names: str) -> bool:
+        value = self.get(*names, default=False)
+        if not isinstance(value, bool):
+            self.problems.append(f"{self.top.where}.{names[0]}: found {value!r}, expected true or false")
+        return value is True
+
+    def unknown(self) -> list[str]:
+        self.top.seen |= IGNORED
+        self.inner.seen |= IGNORED
+        return self.top.unknown() + self.inner.unknown()
+
+
+def _count(both: _Both, name: str) -> int | None:
+    value = both.get(name)
+    if value is not None and (type(value) is not int or value < 1):
+        both.problems.append(f"{both.top.where}.{name}: found {value!r}, expected a whole number from 1 up")
+        return None
+    return value
+
+
+def _mla(f: Fields, heads: int) -> dict[str, int]:
+    sizes = {
+        "q_lora": f.number("q_lora_rank", int, low=1),
+        "kv_lora": f.number("kv_lora_rank", int, low=1),
+        "qk_nope": f.number("qk_nope_head_dim", int, low=1),
+        "qk_rope": f.number("qk_rope_head_dim", int, low=2),
+        "v_head": f.number("v_head_dim", int, low=1),
+    }
+    if f.get("num_key_value_heads", heads) != heads:
+        f.problems.append(f"{f.where}.num_key_value_heads: found {f.get('num_key_value_heads')}, MLA wants {heads}")
+    if sizes["qk_rope"] % 2:
+        f.problems.append(f"{f.where}.qk_rope_head_dim: {sizes['qk_rope']} is odd, rotary pairs want an even number")
+    return {**sizes, "kv_heads": 0, "head_dim": 0}
+
+
+def _dense(f: Fields, heads: int, hidden: int) -> dict[str, int]:
+    kv_heads = f.number("num_key_value_heads", int, default=heads, low=1)
+    head_dim = f.number("head_dim", int, default=hidden // heads, low=2)
+    if heads % kv_heads:
+        f.problems.append(f"{f.where}.num_key_value_heads: {kv_heads} does not divide {heads} heads")
+    if head_dim % 2:
+        f.problems.append(f"{f.where}.head_dim: {head_dim} is odd, rotary pairs want an even number")
+    return {"kv_heads": kv_heads, "head_dim": head_dim}
+
+
+def _rope(f: Fields) -> tuple[Yarn, list[str]]:
+    """The draft's own rotary block. Without one the frequencies are unscaled, which is YaRN of factor 1."""
+    old, new = f.get("rope_scaling"), f.get("rope_parameters")
+    name = "rope_scaling" if old else "rope_parameters"
+    if old and new and any(new.get(k, v) != v for k, v in old.items() if k != "type"):
+        f.problems.append(f"{f.where}: rope_scaling and rope_parameters disagree: {old} and {new}")
+    block = f.object(name) if old or new else Fields(f"{f.where}.{name}", {}, f.problems)
+    theta = block.get("rope_theta", f.get("rope_theta"))
+    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
+        f.problems.append(f"{f.where}.rope_theta: found {theta!r}, expected a positive number")
+        theta = 1.0
+    kind = block.get("rope_type", block.get("type", "default"))
+    block.seen.add("type")
+    plain = kind == "default"
+    if not plain and kind not in ("yarn", "deepseek_yarn"):
+        f.problems.append(f"{block.where}.type: found {kind!r}, only 'yarn', 'deepseek_yarn' and none are supported")
+    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
+    silent = [n for n in usual if n not in block.values]
+    said = f"{block.where}: has no {', '.join(silent)}; taken as {', '.join(f'{usual[n]:g}' for n in silent)}"
+    said = f"{f.where}: names no rope scaling; positions are not scaled" if plain else said
+    original = block.number("original_max_position_embeddings", int, default=1 if plain else None, low=1)
+    yarn = Yarn(
+        theta=float(theta),
+        factor=block.number("factor", float, default=1.0 if plain else None),
+        original=original,
+        beta_fast=block.number("beta_fast", float, default=usual["beta_fast"]),
+        beta_slow=block.number("beta_slow", float, default=usual["beta_slow"]),
+        mscale=block.number("mscale", float, default=usual["mscale"]),
+        mscale_all_dim=block.number("mscale_all_dim", float, default=usual["mscale_all_dim"]),
+    )
+    return yarn, [said] if plain or silent else []
+
+
+def _eagle(both: _Both, layers: int, vocab: int, target_layers: int | None, taps_are: TapsAre | None) -> dict[str, Any]:
+    if layers != 1:
+        both.problems.append(f"{both.top.where}.num_hidden_layers: found {layers}, an EAGLE3 draft has 1")
+    for name, value in EAGLE_FIXED.items():
+        if (found := both.get(name, default=value)) != value:
+            both.problems.append(f"{both.top.where}: {name} is {found!r}, only {value!r} is supported")
+    ids = _ids(both, "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+    n = both.get("num_target_layers", default=target_layers)
+    if ids is None and isinstance(n, int):
+        ids, taps_are = (2, n // 2, n - 3), taps_are or "inputs"
+        why = f"config.json names none: inputs of layers {_spell(ids)}, the usual ones of {n}"
+    elif ids is None:
+        both.problems.append(f"{both.top.where}: names no layers of the target to read, and its layer count is unknown")
+        ids, why = (1,), ""
+    elif taps_are is not None:
+        why = f"ids {list(ids)} were said to be {taps_are}"
+    elif ids[:1] == (2,):
+        taps_are, why = "inputs", f"ids {list(ids)} begin with 2, so they are inputs of layers"
+    elif ids[:1] == (1,):
+        why = f"ids {list(ids)} begin with 1, so they are outputs of layers"
+    else:
+        why = f"ids {list(ids)} begin with neither 1 (outputs) nor 2 (inputs); taken as outputs"
+    taps = tuple(i - 1 for i in ids) if taps_are == "inputs" else ids
+    if any(a >= b for a, b in zip((-1, *taps), taps, strict=False)):
+        both.problems.append(f"{both.top.where}: taps layers {list(taps)}, expected rising numbers from 0 up")
+    return {
+        "vocab": _count(both, "draft_vocab_size") or vocab,
+        "taps": taps,
+        "taps_said": f"reads the outputs of layers {_spell(taps)} ({why})",
+        "fc_norm": both.flag("fc_norm", "use_aux_norm"),
+        "norm_output": both.flag("norm_output"),
+        "windows": (0,) * layers,
+        "causal": (True,) * layers,
+    }
+
+
+def _dflash(both: _Both, layers: int, vocab: int, warnings: list[str]) -> dict[str, Any]:
+    taps = _ids(both, "target_layer_ids") or ()
+    if not taps or any(a >= b for a, b in zip((-1, *taps), taps, strict=False)):
+        both.problems.append(
+            f"{both.top.where}.target_layer_ids: found {list(taps)}, expected rising numbers from 0 up"
+        )
+    block, mask = _count(both, "block_size"), both.get("mask_token_id")
+    if block is None or block < 2:
+        both.problems.append(f"{both.top.where}.block_size: found {block!r}, expected a whole number from 2 up")
+    if type(mask) is not int or mask < 0:
+        both.problems.append(f"{both.top.where}.mask_token_id: found {mask!r}, expected a token id")
+    causal = both.get("causal", "is_causal")
+    if causal is None:
+        warnings.append(f"{both.top.where}: says nothing of causal attention inside a block; taken as non-causal")
+    return {
+        "vocab": vocab,
+        "taps": taps,
+        "taps_said": f"reads the outputs of layers {_spell(taps)} (target_layer_ids are outputs)",
+        "block": block or 0,
+        "mask_id": mask,
+        "windows": _windows(both, layers, warnings),
+        "causal": (causal is True,) * layers,
+    }
+
+
+def _windows(both: _Both, layers: int, warnings: list[str]) -> tuple[int, ...]:
+    """Per layer, how far back it sees; 0 is all the way."""
+    kinds, window = both.get("layer_types"), _count(both, "sliding_window")
+    if kinds is None:
+        warnings.append(f"{both.top.where}: names no layer_types; every layer is taken to see the whole context")
+        return (0,) * layers
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) != layers or any(k not in known for k in kinds):
+        both.problems.append(
+            f"{both.top.where}.layer_types: found {kinds!r}, expected {layers} of {' or '.join(known)}"
+        )
+        return (0,) * layers
+    if window is None and known[1] in kinds:
+        both.problems.append(f"{both.top.where}.sliding_window: not there, but layer_types names sliding layers")
+    return tuple((window or 0) if k == known[1] else 0 for k in kinds)
+
+
+def _ids(both: _Both, *names: str) -> tuple[int, ...] | None:
+    value = both.get(*names)
+    if value is None:
+        return None
+    if not isinstance(value, list) or not value or any(type(v) is not int for v in value):
+        both.problems.append(f"{both.top.where}.{names[0]}: found {value!r}, expected a list of layer numbers")
+        return (1,)
+    return tuple(value)
+
+
+def _spell(numbers: Sequence[int]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+def check_partner(
+    draft: DraftConfig, target: ModelConfig, stored: Collection[str], table: Sequence[int] | None = None
+) -> list[str]:
+    """One line each on what a draft with this target does, to print at start; ConfigError if they do not fit.
+
+    stored: the draft's tensors by their names in the artifact (`embed`, `head`, `d2t`, ...). table: the values of
+    `d2t`, wherever that is stored. The target's embedding is used: drafts are trained with it frozen, and a copy in
+    the draft's file only costs memory.
+    """
+    assert ("d2t" in stored) == (table is not None), "the id table goes with its values"
+    text, where = target.text, "draft config.json"
+    problems = []
+    if draft.target_hidden != text.hidden:
+        problems.append(f"{where}: reads states of width {draft.target_hidden}, the target's have {text.hidden}")
+    if draft.hidden != text.hidden:
+        problems.append(f"{where}: hidden_size {draft.hidden}, the target's embedding has {text.hidden}")
+    if draft.embed_vocab < text.vocab:
+        problems.append(f"{where}: vocab_size {draft.embed_vocab}, the target has {text.vocab} tokens")
+    if draft.target_layers not in (None, text.layers):
+        problems.append(f"{where}: is for a target of {draft.target_layers} layers, this one has {text.layers}")
+    if outside := [t for t in draft.taps if t >= text.layers]:
+        problems.append(
+            f"{where}: reads the outputs of layers {_spell(outside)}, the target's last is {text.layers - 1}"
+        )
+    if draft.mask_id is not None and draft.mask_id >= text.vocab:
+        problems.append(f"{where}: mask_token_id {draft.mask_id} is outside the target's {text.vocab} tokens")
+    problems += _table_problems(draft, text.vocab, "head" in stored, table)
+    if problems:
+        raise ConfigError([*problems, "is this draft for another target?"])
+    return [
+        f"{draft.kind}: {draft.taps_said}",
+        "embedding: the target's"
+        + ("; the file's own copy is not used" if "embed" in stored else ", the file has none"),
+        "head: " + ("the draft's own" if "head" in stored else "the target's, the file has none"),
+        f"ids: {_ids_said(draft, text.vocab, 'head' in stored, table)}",
+        *(_dflash_said(draft) if draft.kind == "dflash" else ()),
+        *draft.warnings,
+    ]
+
+
+def _table_problems(draft: DraftConfig, vocab: int, own_head: bool, table: Sequence[int] | None) -> list[str]:
+    """A shorter draft vocabulary needs a table of differences; whatever table there is must lead to distinct tokens."""
+    small = draft.vocab < vocab
+    if small and not own_head:
+        return [f"draft: has {draft.vocab} tokens and no output head (lm_head); the target's has {vocab}"]
+    if small and table is None:
+        return [f"draft: has {draft.vocab} of the target's {vocab} tokens and no id table (d2t) that says which"]
+    if table is None:
+        return []
+    if len(table) != draft.vocab:
+        return [f"d2t: has {len(table)} entries, the draft has {draft.vocab} tokens"]
+    if not any(table):
+        return [f"d2t: is all zero, but the draft has {draft.vocab} of {vocab} tokens; it was never filled"] * small
+    ids = [i + int(d) for i, d in enumerate(table)]
+    if bad := [i for i, t in enumerate(ids) if not 0 <= t < vocab]:
+        return [
+            f"d2t: {len(bad)} entries lead outside the target's {vocab} tokens, the first is {bad[0]}: {ids[bad[0]]}"
+        ]
+    if len(set(ids)) < len(ids):
+        return [f"d2t: {len(ids) - len(set(ids))} entries lead to a token that another leads to"]
+    return []
+
+
+def _ids_said(draft: DraftConfig, vocab: int, own_head: bool, table: Sequence[int] | None) -> str:
+    if table is not None and any(table):
+        return f"{draft.vocab} of the target's {vocab} tokens, by the file's table"
+    if own_head and draft.vocab > vocab:
+        return f"the target's; the draft's vocabulary is padded to {draft.vocab}, the rest is never proposed"
+    return "the target's"
+
+
+def _dflash_said(draft: DraftConfig) -> list[str]:
+    windows = ", ".join(str(w) if w else "all" for w in draft.windows)
+    causal = "causal" if draft.causal[0] else "non-causal"
+    return [f"block: {draft.block} tokens, mask token {draft.mask_id}, {causal}; layers see {windows} tokens back"]
