@@ -21,13 +21,10 @@ def test_a_clone_tells_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert version.version_line().endswith(f" (commit {told.stdout[:12]})")
 
 
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26\nGCC 12.2.0", "570.124.06"),
-        ("", "unknown"),
-    ],
-)
+LINE = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.124.06  Wed Feb 26\nGCC 12.2.0"
+
+
+@pytest.mark.parametrize(("text", "found"), [(LINE, "570.124.06"), ("", "unknown")])
 def test_the_driver_is_read_from_the_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: str
 ) -> None:
