@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specs.config import Fields
+from specs.dialect import Both, count, layer_ids, rope
 from specs.dims import ModelConfig, Yarn
 from specs.errors import ConfigError
 
@@ -34,21 +35,6 @@ EAGLE_FIXED: dict[str, Any] = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }
-# Fields that change nothing in a draft's tensors or forward pass: the embedding's and the trainer's, not the layer's.
-IGNORED = frozenset(
-    [
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "max_position_embeddings",
-        "max_window_layers",
-        "num_nextn_predict_layers",
-        "rope_interleave",
-        "use_sliding_window",
-        "parallel_drafting",
-        "use_swa",
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +119,7 @@ def read_draft_config(
     if kind is None:
         raise ConfigError(f"draft config.json.architectures: found {names!r}, known drafts are {', '.join(KINDS)}")
     inner_name = "dflash_config" if kind == "dflash" else "eagle_config"
-    both = _Both("draft config.json", raw, inner_name, problems)
+    both = Both("draft config.json", raw, inner_name, problems)
     both.top.fixed(FIXED)
     hidden = both.top.number("hidden_size", int, low=1)
     vocab = both.top.number("vocab_size", int, low=1)
@@ -146,10 +132,10 @@ def read_draft_config(
         embed_vocab=vocab,
         target_hidden=both.top.number("target_hidden_size", int, default=hidden, low=1),
         norm_eps=both.top.number("rms_norm_eps", float),
-        target_layers=_count(both, "num_target_layers"),
+        target_layers=count(both, "num_target_layers"),
     )
     facts |= _mla(both.top, facts["heads"]) if kind == "eagle3_mla" else _dense(both.top, facts["heads"], hidden)
-    facts["rope"], warnings = _rope(both.top)
+    facts["rope"], warnings = rope(both.top)
     if kind == "dflash":
         facts |= _dflash(both, facts["layers"], vocab, warnings)
     else:
@@ -157,41 +143,6 @@ def read_draft_config(
     if problems:
         raise ConfigError(problems)
     return DraftConfig(**facts, warnings=(*warnings, *both.unknown()))
-
-
-class _Both:
-    """A field that stands at the top level in one dialect and in a nested object in another."""
-
-    def __init__(self, where: str, raw: Mapping[str, Any], nested: str, problems: list[str]) -> None:
-        self.top = Fields(where, raw, problems)
-        self.inner = self.top.object(nested) if nested in raw else Fields(f"{where}.{nested}", {}, problems)
-        self.problems = problems
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """The value under any of the names at either level; a problem if two are there and differ."""
-        found = [v for f in (self.inner, self.top) for n in names if (v := f.get(n)) is not None]
-        if any(v != found[0] for v in found):
-            self.problems.append(f"{self.top.where}: {' and '.join(names)} stand there more than once: {found}")
-        return found[0] if found else default
-
-    def flag(self, *names: str) -> bool:
-        value = self.get(*names, default=False)
-        if not isinstance(value, bool):
-            self.problems.append(f"{self.top.where}.{names[0]}: found {value!r}, expected true or false")
-        return value is True
-
-    def unknown(self) -> list[str]:
-        self.top.seen |= IGNORED
-        self.inner.seen |= IGNORED
-        return self.top.unknown() + self.inner.unknown()
-
-
-def _count(both: _Both, name: str) -> int | None:
-    value = both.get(name)
-    if value is not None and (type(value) is not int or value < 1):
-        both.problems.append(f"{both.top.where}.{name}: found {value!r}, expected a whole number from 1 up")
-        return None
-    return value
 
 
 def _mla(f: Fields, heads: int) -> dict[str, int]:
@@ -219,46 +170,13 @@ def _dense(f: Fields, heads: int, hidden: int) -> dict[str, int]:
     return {"kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def _rope(f: Fields) -> tuple[Yarn, list[str]]:
-    """The draft's own rotary block. Without one the frequencies are unscaled, which is YaRN of factor 1."""
-    old, new = f.get("rope_scaling"), f.get("rope_parameters")
-    name = "rope_scaling" if old else "rope_parameters"
-    if old and new and any(new.get(k, v) != v for k, v in old.items() if k != "type"):
-        f.problems.append(f"{f.where}: rope_scaling and rope_parameters disagree: {old} and {new}")
-    block = f.object(name) if old or new else Fields(f"{f.where}.{name}", {}, f.problems)
-    theta = block.get("rope_theta", f.get("rope_theta"))
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        f.problems.append(f"{f.where}.rope_theta: found {theta!r}, expected a positive number")
-        theta = 1.0
-    kind = block.get("rope_type", block.get("type", "default"))
-    block.seen.add("type")
-    plain = kind == "default"
-    if not plain and kind not in ("yarn", "deepseek_yarn"):
-        f.problems.append(f"{block.where}.type: found {kind!r}, only 'yarn', 'deepseek_yarn' and none are supported")
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    silent = [n for n in usual if n not in block.values]
-    said = f"{block.where}: has no {', '.join(silent)}; taken as {', '.join(f'{usual[n]:g}' for n in silent)}"
-    said = f"{f.where}: names no rope scaling; positions are not scaled" if plain else said
-    original = block.number("original_max_position_embeddings", int, default=1 if plain else None, low=1)
-    yarn = Yarn(
-        theta=float(theta),
-        factor=block.number("factor", float, default=1.0 if plain else None),
-        original=original,
-        beta_fast=block.number("beta_fast", float, default=usual["beta_fast"]),
-        beta_slow=block.number("beta_slow", float, default=usual["beta_slow"]),
-        mscale=block.number("mscale", float, default=usual["mscale"]),
-        mscale_all_dim=block.number("mscale_all_dim", float, default=usual["mscale_all_dim"]),
-    )
-    return yarn, [said] if plain or silent else []
-
-
-def _eagle(both: _Both, layers: int, vocab: int, target_layers: int | None, taps_are: TapsAre | None) -> dict[str, Any]:
+def _eagle(both: Both, layers: int, vocab: int, target_layers: int | None, taps_are: TapsAre | None) -> dict[str, Any]:
     if layers != 1:
         both.problems.append(f"{both.top.where}.num_hidden_layers: found {layers}, an EAGLE3 draft has 1")
     for name, value in EAGLE_FIXED.items():
         if (found := both.get(name, default=value)) != value:
             both.problems.append(f"{both.top.where}: {name} is {found!r}, only {value!r} is supported")
-    ids = _ids(both, "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+    ids = layer_ids(both, "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
     n = both.get("num_target_layers", default=target_layers)
     if ids is None and isinstance(n, int):
         ids, taps_are = (2, n // 2, n - 3), taps_are or "inputs"
@@ -278,7 +196,7 @@ def _eagle(both: _Both, layers: int, vocab: int, target_layers: int | None, taps
     if any(a >= b for a, b in zip((-1, *taps), taps, strict=False)):
         both.problems.append(f"{both.top.where}: taps layers {list(taps)}, expected rising numbers from 0 up")
     return {
-        "vocab": _count(both, "draft_vocab_size") or vocab,
+        "vocab": count(both, "draft_vocab_size") or vocab,
         "taps": taps,
         "taps_said": f"reads the outputs of layers {_spell(taps)} ({why})",
         "fc_norm": both.flag("fc_norm", "use_aux_norm"),
@@ -288,13 +206,13 @@ def _eagle(both: _Both, layers: int, vocab: int, target_layers: int | None, taps
     }
 
 
-def _dflash(both: _Both, layers: int, vocab: int, warnings: list[str]) -> dict[str, Any]:
-    taps = _ids(both, "target_layer_ids") or ()
+def _dflash(both: Both, layers: int, vocab: int, warnings: list[str]) -> dict[str, Any]:
+    taps = layer_ids(both, "target_layer_ids") or ()
     if not taps or any(a >= b for a, b in zip((-1, *taps), taps, strict=False)):
         both.problems.append(
             f"{both.top.where}.target_layer_ids: found {list(taps)}, expected rising numbers from 0 up"
         )
-    block, mask = _count(both, "block_size"), both.get("mask_token_id")
+    block, mask = count(both, "block_size"), both.get("mask_token_id")
     if block is None or block < 2:
         both.problems.append(f"{both.top.where}.block_size: found {block!r}, expected a whole number from 2 up")
     if type(mask) is not int or mask < 0:
@@ -313,9 +231,9 @@ def _dflash(both: _Both, layers: int, vocab: int, warnings: list[str]) -> dict[s
     }
 
 
-def _windows(both: _Both, layers: int, warnings: list[str]) -> tuple[int, ...]:
+def _windows(both: Both, layers: int, warnings: list[str]) -> tuple[int, ...]:
     """Per layer, how far back it sees; 0 is all the way."""
-    kinds, window = both.get("layer_types"), _count(both, "sliding_window")
+    kinds, window = both.get("layer_types"), count(both, "sliding_window")
     if kinds is None:
         warnings.append(f"{both.top.where}: names no layer_types; every layer is taken to see the whole context")
         return (0,) * layers
@@ -328,16 +246,6 @@ def _windows(both: _Both, layers: int, warnings: list[str]) -> tuple[int, ...]:
     if window is None and known[1] in kinds:
         both.problems.append(f"{both.top.where}.sliding_window: not there, but layer_types names sliding layers")
     return tuple((window or 0) if k == known[1] else 0 for k in kinds)
-
-
-def _ids(both: _Both, *names: str) -> tuple[int, ...] | None:
-    value = both.get(*names)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value or any(type(v) is not int for v in value):
-        both.problems.append(f"{both.top.where}.{names[0]}: found {value!r}, expected a list of layer numbers")
-        return (1,)
-    return tuple(value)
 
 
 def _spell(numbers: Sequence[int]) -> str:
