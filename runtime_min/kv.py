@@ -142,6 +142,8 @@ def batch(
     held += [([NULL_PAGE], 1, 1)] * padding
     trees = [None if p is None else ancestors(p) for p in parents or [None] * len(work)]
     places = [np.arange(*s) if tree is None else s[0] + tree[1] for s, tree in zip(spans, trees, strict=True)]
+    # Padding is part of a step that holds nothing but trees.
+    trees += [None if not trees or any(t is None for t in trees) else ancestors([-1])] * padding
     idle = np.zeros(padding, np.int64)
     if last is None:
         last = (np.cumsum([len(ids) for _, ids in work]) - 1).tolist() if work else []
@@ -151,7 +153,7 @@ def batch(
         positions=upload(np.concatenate([*places, idle]).astype(np.int64), device),
         slots=upload(np.concatenate([*slots, idle - 1]).astype(np.int64), device),
         last=upload(np.array(last, np.int64), device),
-        parts=tuple(_parts(held, [*trees, *[None] * padding], device)),
+        parts=tuple(_parts(held, trees, device)),
         rows=max(rows, count),
     )
 

@@ -137,22 +137,37 @@ class Decoder:
         d = self.dims
         return LatentCache(d.layers, tokens, d.kv_a, self.settings.dtype, self.settings.device, page_tokens)
 
-    @torch.inference_mode()
     def forward(self, batch: Batch, cache: LatentCache, pictures: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Logits [n, vocab] of the tokens batch.last, in the dtype of the run; equal on every rank.
 
         pictures: (which of the batch's tokens [m] int64, what stands for them instead of embeddings [m, hidden]).
         """
+        return self.tapped(batch, cache, pictures)[0]
+
+    @torch.inference_mode()
+    def tapped(
+        self,
+        batch: Batch,
+        cache: LatentCache,
+        pictures: tuple[Tensor, Tensor] | None = None,
+        taps: tuple[int, ...] = (),
+    ) -> tuple[Tensor, Tensor | None]:
+        """`forward`'s logits, and the residual stream of all tokens after each layer of `taps` (0-based, ascending),
+        side by side [T, taps * hidden]; None without taps."""
         add_rmsnorm, eps = self.ops.add_rmsnorm, self.dims.norm_eps
-        h = self._embedded(batch.ids)
+        h = self.embedded(batch.ids)
         if pictures is not None:
             h.index_copy_(0, *pictures)
         x = self.ops.rmsnorm(h, self.layers[0][0], eps)
         following = [layer[0] for layer in self.layers[1:]] + [self.norm]
-        for (_, attention, ffn_norm, ffn), next_norm in zip(self.layers, following, strict=True):
+        states = []
+        for i, ((_, attention, ffn_norm, ffn), next_norm) in enumerate(zip(self.layers, following, strict=True)):
             h, x = add_rmsnorm(self.ranks.sum(attention(x, batch, cache)), h, ffn_norm, eps)
             h, x = add_rmsnorm(self._summed(ffn, x, batch.rows), h, next_norm, eps)
-        return self.ranks.join(self.ops.linear(x[batch.last], self.head))
+            if i in taps:
+                states.append(h)
+        logits = self.ranks.join(self.ops.linear(x[batch.last], self.head))
+        return logits, torch.cat(states, -1) if states else None
 
     def _summed(self, ffn: Dense | Experts, x: Tensor, rows: int) -> Tensor:
         """The whole output [T, hidden]; groups of ranks meet in the experts only."""
@@ -160,7 +175,7 @@ class Decoder:
             return self.ranks.sum(ffn(x))
         return self.ranks.sum_own(ffn(x, rows), rows, len(x))
 
-    def _embedded(self, ids: Tensor) -> Tensor:
+    def embedded(self, ids: Tensor) -> Tensor:
         """Rows of the vocabulary-cut embedding [T, hidden]; a rank adds zeros for ids it does not hold."""
         low, high = self.vocab
         mine = (ids >= low) & (ids < high)
