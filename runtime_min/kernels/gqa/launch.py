@@ -37,10 +37,10 @@ def gqa(
         if tree is not None:
             seen = _visible(keys, tree[0], tree[1][token])
         # The heads of a group are more queries to the same keys.
-        x = q[token].unflatten(2, (-1, group)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+        x = q[token].view(*token.shape, -1, group, head).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = (seen & (keys >= 0)[:, None]).repeat(1, group, 1)[:, None]
         y = scaled_dot_product_attention(x, k, v, attn_mask=mask, scale=scale)
-        out.append(y.unflatten(2, (group, -1)).permute(0, 3, 1, 2, 4).flatten(2, 3))
+        out.append(y.reshape(len(token), -1, group, len(i), head).permute(0, 3, 1, 2, 4).flatten(2, 3))
     every = torch.arange(tokens, device=q.device)
     sequence = torch.searchsorted(cu_q, every, right=True, out_int32=True).long() - 1
     return torch.cat(out, 1)[sequence, every - first[sequence]]
