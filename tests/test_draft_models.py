@@ -46,7 +46,7 @@ class Past:
 
     def guess(self, e: Tensor) -> tuple[Tensor, Tensor]:
         """One step on from the last state: the statement over the whole sequence once more."""
-        state, out = eagle3(self.w, self.c, self.e, self.h)
+        state, _ = eagle3(self.w, self.c, self.e, self.h)
         self.e, self.h = torch.cat([self.e, e]), torch.cat([self.h, state[-1:]])
         return tuple(x[-1] for x in eagle3(self.w, self.c, self.e, self.h))  # type: ignore[return-value]
 
@@ -71,11 +71,12 @@ def chains(draft: Any, w: W, c: Config, chunk: int) -> None:
             rows = {i: slice(at[i], at[i] + n) for i, n in counts.items()}
             e, h = (torch.cat([getattr(pasts[i], x)[r] for i, r in rows.items()]) for x in ("embeds", "states"))
             found = draft.first(torch.cat([e, e[:2]]), torch.cat([h, h[:2]]), step, cache)
-            for i, parts in zip(rows, zip(*(x[:-2].split(list(counts.values())) for x in found)), strict=True):
+            states, outs = (x[:-2].split(list(counts.values())) for x in found)
+            for i, state, out in zip(rows, states, outs, strict=True):
                 want = eagle3(w, c, pasts[i].e, pasts[i].h)
-                for got, whole in zip(parts, want, strict=True):
-                    close(got, whole[rows[i]])
-                last[i] = parts[0][-1:], parts[1][-1:]
+                close(state, want[0][rows[i]])
+                close(out, want[1][rows[i]])
+                last[i] = state[-1:], out[-1:]
 
     def propose() -> None:
         for k in range(CHAIN):
@@ -113,7 +114,7 @@ def test_eagle3_chains_on_several_ranks(kind: str, mesh: Mesh) -> None:
     together(mesh, lambda ranks: chains(opened(w, c, HEAD, ranks), w, c, 30))
 
 
-@pytest.mark.parametrize("kind", EAGLES)
+@pytest.mark.parametrize("kind", ["llama", "mla 3.1"])
 def test_eagle3_by_the_card_s_ops(kind: str) -> None:
     """The kernels that a card runs, by Triton's interpreter."""
     c = EAGLES[kind]
@@ -158,7 +159,7 @@ def nodes(draft: Any, w: W, c: Config) -> None:
 
 
 @pytest.mark.parametrize("ops", ["definitions", "card's"])
-@pytest.mark.parametrize("kind", EAGLES)
+@pytest.mark.parametrize("kind", ["llama", "mla"])
 def test_a_tree_s_nodes_equal_chains(kind: str, ops: str) -> None:
     c = EAGLES[kind]
     w = randomized(c, 4)
@@ -197,7 +198,11 @@ def blocks(draft: Any, w: W, c: Config, chunk: int = 100, causal: bool = False, 
 def test_dflash_blocks_equal_the_statement(chunk: int) -> None:
     w = randomized(DFLASH, 5)
     assert max(blocks(opened(w, DFLASH, HEAD, ALONE), w, DFLASH, chunk)) <= BOUND
-    assert max(blocks(opened(w, DFLASH, HEAD, ALONE, ops=triton_ops(Jit())), w, DFLASH, chunk)) <= BOUND
+
+
+def test_dflash_by_the_card_s_ops() -> None:
+    w = randomized(DFLASH, 5)
+    assert max(blocks(opened(w, DFLASH, HEAD, ALONE, ops=triton_ops(Jit())), w, DFLASH)) <= BOUND
 
 
 @pytest.mark.parametrize("world", [2, 4])
