@@ -263,8 +263,8 @@ def check_partner(
     """One line each on what a draft with this target does, to print at start; ConfigError if they do not fit.
 
     stored: the draft's tensors by their names in the artifact (`embed`, `head`, `d2t`, ...). table: the values of
-    `d2t`; None if there is none, or if only headers are at hand. The target's embedding is used: drafts are trained with it frozen, and a copy in
-    the draft's file only costs memory.
+    `d2t`; None if there is none, or if only headers are at hand. The target's embedding is used: drafts are trained
+    with it frozen, and a copy in the draft's file only costs memory.
     """
     text, where = target.text, "draft config.json"
     problems = []
