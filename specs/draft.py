@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from specs.config import Fields
+from specs.dialect import Both, count, layer_ids, rope
 from specs.dims import ModelConfig, Yarn
 from specs.errors import ConfigError
 
@@ -34,21 +35,6 @@ EAGLE_FIXED: dict[str, Any] = {
     "use_last_layernorm": True,
     "use_mtp_layernorm": False,
 }
-# Fields that change nothing in a draft's tensors or forward pass: the embedding's and the trainer's, not the layer's.
-IGNORED = frozenset(
-    [
-        "bos_token_id",
-        "eos_token_id",
-        "pad_token_id",
-        "max_position_embeddings",
-        "max_window_layers",
-        "num_nextn_predict_layers",
-        "rope_interleave",
-        "use_sliding_window",
-        "parallel_drafting",
-        "use_swa",
-    ]
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,6 +78,11 @@ class DraftConfig:
     warnings: tuple[str, ...] = ()
 
     @property
+    def parts(self) -> dict[str, "DraftConfig | None"]:
+        """Sizes by the parts of the spec."""
+        return {"draft": self}
+
+    @property
     def states(self) -> int:
         """Width of the concatenated target states that `fc` reads."""
         return len(self.taps) * self.target_hidden
@@ -133,7 +124,7 @@ def read_draft_config(
     if kind is None:
         raise ConfigError(f"draft config.json.architectures: found {names!r}, known drafts are {', '.join(KINDS)}")
     inner_name = "dflash_config" if kind == "dflash" else "eagle_config"
-    both = _Both("draft config.json", raw, inner_name, problems)
+    both = Both("draft config.json", raw, inner_name, problems)
     both.top.fixed(FIXED)
     hidden = both.top.number("hidden_size", int, low=1)
     vocab = both.top.number("vocab_size", int, low=1)
@@ -146,10 +137,10 @@ def read_draft_config(
         embed_vocab=vocab,
         target_hidden=both.top.number("target_hidden_size", int, default=hidden, low=1),
         norm_eps=both.top.number("rms_norm_eps", float),
-        target_layers=_count(both, "num_target_layers"),
+        target_layers=count(both, "num_target_layers"),
     )
     facts |= _mla(both.top, facts["heads"]) if kind == "eagle3_mla" else _dense(both.top, facts["heads"], hidden)
-    facts["rope"], warnings = _rope(both.top)
+    facts["rope"], warnings = rope(both.top)
     if kind == "dflash":
         facts |= _dflash(both, facts["layers"], vocab, warnings)
     else:
@@ -157,41 +148,6 @@ def read_draft_config(
     if problems:
         raise ConfigError(problems)
     return DraftConfig(**facts, warnings=(*warnings, *both.unknown()))
-
-
-class _Both:
-    """A field that stands at the top level in one dialect and in a nested object in another."""
-
-    def __init__(self, where: str, raw: Mapping[str, Any], nested: str, problems: list[str]) -> None:
-        self.top = Fields(where, raw, problems)
-        self.inner = self.top.object(nested) if nested in raw else Fields(f"{where}.{nested}", {}, problems)
-        self.problems = problems
-
-    def get(self, *names: str, default: Any = None) -> Any:
-        """The value under any of the names at either level; a problem if two are there and differ."""
-        found = [v for f in (self.inner, self.top) for n in names if (v := f.get(n)) is not None]
-        if any(v != found[0] for v in found):
-            self.problems.append(f"{self.top.where}: {' and '.join(names)} stand there more than once: {found}")
-        return found[0] if found else default
-
-    def flag(self, *names: str) -> bool:
-        value = self.get(*names, default=False)
-        if not isinstance(value, bool):
-            self.problems.append(f"{self.top.where}.{names[0]}: found {value!r}, expected true or false")
-        return value is True
-
-    def unknown(self) -> list[str]:
-        self.top.seen |= IGNORED
-        self.inner.seen |= IGNORED
-        return self.top.unknown() + self.inner.unknown()
-
-
-def _count(both: _Both, name: str) -> int | None:
-    value = both.get(name)
-    if value is not None and (type(value) is not int or value < 1):
-        both.problems.append(f"{both.top.where}.{name}: found {value!r}, expected a whole number from 1 up")
-        return None
-    return value
 
 
 def _mla(f: Fields, heads: int) -> dict[str, int]:
@@ -219,46 +175,13 @@ def _dense(f: Fields, heads: int, hidden: int) -> dict[str, int]:
     return {"kv_heads": kv_heads, "head_dim": head_dim}
 
 
-def _rope(f: Fields) -> tuple[Yarn, list[str]]:
-    """The draft's own rotary block. Without one the frequencies are unscaled, which is YaRN of factor 1."""
-    old, new = f.get("rope_scaling"), f.get("rope_parameters")
-    name = "rope_scaling" if old else "rope_parameters"
-    if old and new and any(new.get(k, v) != v for k, v in old.items() if k != "type"):
-        f.problems.append(f"{f.where}: rope_scaling and rope_parameters disagree: {old} and {new}")
-    block = f.object(name) if old or new else Fields(f"{f.where}.{name}", {}, f.problems)
-    theta = block.get("rope_theta", f.get("rope_theta"))
-    if not isinstance(theta, int | float) or isinstance(theta, bool) or theta <= 0:
-        f.problems.append(f"{f.where}.rope_theta: found {theta!r}, expected a positive number")
-        theta = 1.0
-    kind = block.get("rope_type", block.get("type", "default"))
-    block.seen.add("type")
-    plain = kind == "default"
-    if not plain and kind not in ("yarn", "deepseek_yarn"):
-        f.problems.append(f"{block.where}.type: found {kind!r}, only 'yarn', 'deepseek_yarn' and none are supported")
-    usual = {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}
-    silent = [n for n in usual if n not in block.values]
-    said = f"{block.where}: has no {', '.join(silent)}; taken as {', '.join(f'{usual[n]:g}' for n in silent)}"
-    said = f"{f.where}: names no rope scaling; positions are not scaled" if plain else said
-    original = block.number("original_max_position_embeddings", int, default=1 if plain else None, low=1)
-    yarn = Yarn(
-        theta=float(theta),
-        factor=block.number("factor", float, default=1.0 if plain else None),
-        original=original,
-        beta_fast=block.number("beta_fast", float, default=usual["beta_fast"]),
-        beta_slow=block.number("beta_slow", float, default=usual["beta_slow"]),
-        mscale=block.number("mscale", float, default=usual["mscale"]),
-        mscale_all_dim=block.number("mscale_all_dim", float, default=usual["mscale_all_dim"]),
-    )
-    return yarn, [said] if plain or silent else []
-
-
-def _eagle(both: _Both, layers: int, vocab: int, target_layers: int | None, taps_are: TapsAre | None) -> dict[str, Any]:
+def _eagle(both: Both, layers: int, vocab: int, target_layers: int | None, taps_are: TapsAre | None) -> dict[str, Any]:
     if layers != 1:
         both.problems.append(f"{both.top.where}.num_hidden_layers: found {layers}, an EAGLE3 draft has 1")
     for name, value in EAGLE_FIXED.items():
         if (found := both.get(name, default=value)) != value:
             both.problems.append(f"{both.top.where}: {name} is {found!r}, only {value!r} is supported")
-    ids = _ids(both, "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
+    ids = layer_ids(both, "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids")
     n = both.get("num_target_layers", default=target_layers)
     if ids is None and isinstance(n, int):
         ids, taps_are = (2, n // 2, n - 3), taps_are or "inputs"
@@ -278,23 +201,23 @@ def _eagle(both: _Both, layers: int, vocab: int, target_layers: int | None, taps
     if any(a >= b for a, b in zip((-1, *taps), taps, strict=False)):
         both.problems.append(f"{both.top.where}: taps layers {list(taps)}, expected rising numbers from 0 up")
     return {
-        "vocab": _count(both, "draft_vocab_size") or vocab,
+        "vocab": count(both, "draft_vocab_size") or vocab,
         "taps": taps,
         "taps_said": f"reads the outputs of layers {_spell(taps)} ({why})",
         "fc_norm": both.flag("fc_norm", "use_aux_norm"),
         "norm_output": both.flag("norm_output"),
-        "windows": (0,) * layers,
-        "causal": (True,) * layers,
+        "windows": (0,),
+        "causal": (True,),
     }
 
 
-def _dflash(both: _Both, layers: int, vocab: int, warnings: list[str]) -> dict[str, Any]:
-    taps = _ids(both, "target_layer_ids") or ()
+def _dflash(both: Both, layers: int, vocab: int, warnings: list[str]) -> dict[str, Any]:
+    taps = layer_ids(both, "target_layer_ids") or ()
     if not taps or any(a >= b for a, b in zip((-1, *taps), taps, strict=False)):
         both.problems.append(
             f"{both.top.where}.target_layer_ids: found {list(taps)}, expected rising numbers from 0 up"
         )
-    block, mask = _count(both, "block_size"), both.get("mask_token_id")
+    block, mask = count(both, "block_size"), both.get("mask_token_id")
     if block is None or block < 2:
         both.problems.append(f"{both.top.where}.block_size: found {block!r}, expected a whole number from 2 up")
     if type(mask) is not int or mask < 0:
@@ -313,9 +236,9 @@ def _dflash(both: _Both, layers: int, vocab: int, warnings: list[str]) -> dict[s
     }
 
 
-def _windows(both: _Both, layers: int, warnings: list[str]) -> tuple[int, ...]:
+def _windows(both: Both, layers: int, warnings: list[str]) -> tuple[int, ...]:
     """Per layer, how far back it sees; 0 is all the way."""
-    kinds, window = both.get("layer_types"), _count(both, "sliding_window")
+    kinds, window = both.get("layer_types"), count(both, "sliding_window")
     if kinds is None:
         warnings.append(f"{both.top.where}: names no layer_types; every layer is taken to see the whole context")
         return (0,) * layers
@@ -330,16 +253,6 @@ def _windows(both: _Both, layers: int, warnings: list[str]) -> tuple[int, ...]:
     return tuple((window or 0) if k == known[1] else 0 for k in kinds)
 
 
-def _ids(both: _Both, *names: str) -> tuple[int, ...] | None:
-    value = both.get(*names)
-    if value is None:
-        return None
-    if not isinstance(value, list) or not value or any(type(v) is not int for v in value):
-        both.problems.append(f"{both.top.where}.{names[0]}: found {value!r}, expected a list of layer numbers")
-        return (1,)
-    return tuple(value)
-
-
 def _spell(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -350,10 +263,9 @@ def check_partner(
     """One line each on what a draft with this target does, to print at start; ConfigError if they do not fit.
 
     stored: the draft's tensors by their names in the artifact (`embed`, `head`, `d2t`, ...). table: the values of
-    `d2t`, wherever that is stored. The target's embedding is used: drafts are trained with it frozen, and a copy in
-    the draft's file only costs memory.
+    `d2t`; None if there is none, or if only headers are at hand. The target's embedding is used: drafts are trained
+    with it frozen, and a copy in the draft's file only costs memory.
     """
-    assert ("d2t" in stored) == (table is not None), "the id table goes with its values"
     text, where = target.text, "draft config.json"
     problems = []
     if draft.target_hidden != text.hidden:
@@ -370,7 +282,7 @@ def check_partner(
         )
     if draft.mask_id is not None and draft.mask_id >= text.vocab:
         problems.append(f"{where}: mask_token_id {draft.mask_id} is outside the target's {text.vocab} tokens")
-    problems += _table_problems(draft, text.vocab, "head" in stored, table)
+    problems += _table_problems(draft, text.vocab, stored, table)
     if problems:
         raise ConfigError([*problems, "is this draft for another target?"])
     return [
@@ -378,18 +290,18 @@ def check_partner(
         "embedding: the target's"
         + ("; the file's own copy is not used" if "embed" in stored else ", the file has none"),
         "head: " + ("the draft's own" if "head" in stored else "the target's, the file has none"),
-        f"ids: {_ids_said(draft, text.vocab, 'head' in stored, table)}",
+        f"ids: {_ids_said(draft, text.vocab, stored, table)}",
         *(_dflash_said(draft) if draft.kind == "dflash" else ()),
         *draft.warnings,
     ]
 
 
-def _table_problems(draft: DraftConfig, vocab: int, own_head: bool, table: Sequence[int] | None) -> list[str]:
+def _table_problems(draft: DraftConfig, vocab: int, stored: Collection[str], table: Sequence[int] | None) -> list[str]:
     """A shorter draft vocabulary needs a table of differences; whatever table there is must lead to distinct tokens."""
     small = draft.vocab < vocab
-    if small and not own_head:
+    if small and "head" not in stored:
         return [f"draft: has {draft.vocab} tokens and no output head (lm_head); the target's has {vocab}"]
-    if small and table is None:
+    if small and "d2t" not in stored:
         return [f"draft: has {draft.vocab} of the target's {vocab} tokens and no id table (d2t) that says which"]
     if table is None:
         return []
@@ -407,10 +319,12 @@ def _table_problems(draft: DraftConfig, vocab: int, own_head: bool, table: Seque
     return []
 
 
-def _ids_said(draft: DraftConfig, vocab: int, own_head: bool, table: Sequence[int] | None) -> str:
+def _ids_said(draft: DraftConfig, vocab: int, stored: Collection[str], table: Sequence[int] | None) -> str:
     if table is not None and any(table):
         return f"{draft.vocab} of the target's {vocab} tokens, by the file's table"
-    if own_head and draft.vocab > vocab:
+    if table is None and "d2t" in stored and draft.vocab < vocab:
+        return f"{draft.vocab} of the target's {vocab} tokens, by the file's table; its values were not looked at"
+    if "head" in stored and draft.vocab > vocab:
         return f"the target's; the draft's vocabulary is padded to {draft.vocab}, the rest is never proposed"
     return "the target's"
 
