@@ -7,6 +7,7 @@ from typing import Any
 
 from convert.report import Report, peak_memory
 from convert.shard.plan import Plan, legal_values
+from specs.dims import ModelConfig
 from specs.mesh import spell
 
 
@@ -68,6 +69,7 @@ def plan_facts(plan: Plan, workers: int, identity: dict[str, Any]) -> dict[str, 
 
 
 def plan_text(plan: Plan, facts: dict[str, Any], free: int) -> str:
+    assert isinstance(plan.config, ModelConfig)
     t, mesh = plan.config.text, plan.mesh
     rows = [["family", "on each rank", "stored", "tensors a rank", ""]]
     for f in facts["families"]:

@@ -47,6 +47,15 @@ class LatentCache:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftCache:
+    """A draft's rows [layers, (1 + pages) * page_tokens, width] in the pages of a target's cache, which hands them out:
+    what a draft keeps of position p lies where the target keeps its own."""
+
+    rows: Tensor
+    page_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Tree:
     """Which keys a part's tokens see where they are the nodes of draft trees, at most MOST_NODES a sequence.
 
@@ -75,6 +84,11 @@ class Part:
     longest: int
     bounds: tuple[tuple[int, ...], tuple[int, ...]]
     tree: Tree | None = None
+
+    @property
+    def masks(self) -> tuple[Tensor, Tensor] | None:
+        """The tree as ops take it."""
+        return None if self.tree is None else (self.tree.prefix, self.tree.visible)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

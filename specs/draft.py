@@ -78,6 +78,11 @@ class DraftConfig:
     warnings: tuple[str, ...] = ()
 
     @property
+    def parts(self) -> dict[str, "DraftConfig | None"]:
+        """Sizes by the parts of the spec."""
+        return {"draft": self}
+
+    @property
     def states(self) -> int:
         """Width of the concatenated target states that `fc` reads."""
         return len(self.taps) * self.target_hidden
@@ -201,8 +206,8 @@ def _eagle(both: Both, layers: int, vocab: int, target_layers: int | None, taps_
         "taps_said": f"reads the outputs of layers {_spell(taps)} ({why})",
         "fc_norm": both.flag("fc_norm", "use_aux_norm"),
         "norm_output": both.flag("norm_output"),
-        "windows": (0,) * layers,
-        "causal": (True,) * layers,
+        "windows": (0,),
+        "causal": (True,),
     }
 
 
@@ -258,10 +263,9 @@ def check_partner(
     """One line each on what a draft with this target does, to print at start; ConfigError if they do not fit.
 
     stored: the draft's tensors by their names in the artifact (`embed`, `head`, `d2t`, ...). table: the values of
-    `d2t`, wherever that is stored. The target's embedding is used: drafts are trained with it frozen, and a copy in
-    the draft's file only costs memory.
+    `d2t`; None if there is none, or if only headers are at hand. The target's embedding is used: drafts are trained
+    with it frozen, and a copy in the draft's file only costs memory.
     """
-    assert ("d2t" in stored) == (table is not None), "the id table goes with its values"
     text, where = target.text, "draft config.json"
     problems = []
     if draft.target_hidden != text.hidden:
@@ -278,7 +282,7 @@ def check_partner(
         )
     if draft.mask_id is not None and draft.mask_id >= text.vocab:
         problems.append(f"{where}: mask_token_id {draft.mask_id} is outside the target's {text.vocab} tokens")
-    problems += _table_problems(draft, text.vocab, "head" in stored, table)
+    problems += _table_problems(draft, text.vocab, stored, table)
     if problems:
         raise ConfigError([*problems, "is this draft for another target?"])
     return [
@@ -286,18 +290,18 @@ def check_partner(
         "embedding: the target's"
         + ("; the file's own copy is not used" if "embed" in stored else ", the file has none"),
         "head: " + ("the draft's own" if "head" in stored else "the target's, the file has none"),
-        f"ids: {_ids_said(draft, text.vocab, 'head' in stored, table)}",
+        f"ids: {_ids_said(draft, text.vocab, stored, table)}",
         *(_dflash_said(draft) if draft.kind == "dflash" else ()),
         *draft.warnings,
     ]
 
 
-def _table_problems(draft: DraftConfig, vocab: int, own_head: bool, table: Sequence[int] | None) -> list[str]:
+def _table_problems(draft: DraftConfig, vocab: int, stored: Collection[str], table: Sequence[int] | None) -> list[str]:
     """A shorter draft vocabulary needs a table of differences; whatever table there is must lead to distinct tokens."""
     small = draft.vocab < vocab
-    if small and not own_head:
+    if small and "head" not in stored:
         return [f"draft: has {draft.vocab} tokens and no output head (lm_head); the target's has {vocab}"]
-    if small and table is None:
+    if small and "d2t" not in stored:
         return [f"draft: has {draft.vocab} of the target's {vocab} tokens and no id table (d2t) that says which"]
     if table is None:
         return []
@@ -315,10 +319,12 @@ def _table_problems(draft: DraftConfig, vocab: int, own_head: bool, table: Seque
     return []
 
 
-def _ids_said(draft: DraftConfig, vocab: int, own_head: bool, table: Sequence[int] | None) -> str:
+def _ids_said(draft: DraftConfig, vocab: int, stored: Collection[str], table: Sequence[int] | None) -> str:
     if table is not None and any(table):
         return f"{draft.vocab} of the target's {vocab} tokens, by the file's table"
-    if own_head and draft.vocab > vocab:
+    if table is None and "d2t" in stored and draft.vocab < vocab:
+        return f"{draft.vocab} of the target's {vocab} tokens, by the file's table; its values were not looked at"
+    if "head" in stored and draft.vocab > vocab:
         return f"the target's; the draft's vocabulary is padded to {draft.vocab}, the rest is never proposed"
     return "the target's"
 

@@ -62,7 +62,7 @@ def probe(
     from convert.probe.probe import Question
     from convert.probe.probe import probe as ask
 
-    mesh = checked(arch, world, tp, ep, draft)
+    mesh = checked(arch, world, tp, ep)
     question = Question(
         model=model,
         mesh=mesh,

@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from convert.commands.common import DEMO, checked, default_out, emit, make_plan, mesh_options, program, workers_default
+from convert.commands.draft import draft_facts, draft_text, reports_facts, reports_texts, write_drafts
 
 TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tower and projector out.")
 
@@ -52,14 +53,18 @@ def plan(
 
     MODEL is a checkpoint folder, an artifact folder, or a hub id like moonshotai/Kimi-K2.6@main.
     """
+    from convert.drafts import all_asked, prepared
     from convert.readers.find import find
     from convert.tables import plan_facts, plan_text
 
-    mesh = checked(arch, world, tp, ep, draft)
+    mesh = checked(arch, world, tp, ep)
     source = find(model, headers_only=True)
     made = make_plan(source, mesh, arch, text_only)
+    drafts = prepared(all_asked(draft, model), made.config, mesh, headers_only=True)
     facts = plan_facts(made, workers or workers_default(), source.identity.record())
-    emit(as_json, facts, plan_text(made, facts, shutil.disk_usage(".").free))
+    text = plan_text(made, facts, shutil.disk_usage(".").free)
+    facts |= {"drafts": {d.name: draft_facts(d) for d in drafts}}
+    emit(as_json, facts, "\n".join([text, *map(draft_text, drafts)]))
 
 
 def listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -126,29 +131,33 @@ def convert(
 ) -> None:
     """Convert MODEL into an artifact for one mesh of GPUs.
 
-    MODEL may be an artifact for another mesh. Of a hub id the headers are checked before anything is downloaded.
+    MODEL may be an artifact for another mesh; its drafts are then cut again too. Of a hub id the headers are checked
+    before anything is downloaded. Each --draft goes to draft/NAME of the artifact; `kiln draft` adds one later.
     Without MODEL, a small random checkpoint is written to build/demo and converted. An interrupted conversion goes
     on where it stopped when the same command runs again.
 
     With --part 1/4 to 4/4 four processes or hosts share the work: each takes parts of the artifact that nobody has,
     and the last one seals it. A part that was killed is started again, or left to the others.
     """
+    from convert.drafts import all_asked, prepared
     from convert.pipeline import convert as run
     from convert.pipeline import job_bytes, missing_side_files
     from convert.progress import Progress
     from convert.readers.find import find
     from convert.tables import report_facts, report_text
 
-    mesh = checked(arch, world, tp, ep, draft)
+    mesh = checked(arch, world, tp, ep)
     if model is None:
         model = DEMO
         ensure_demo(Path(model))
     if stream and (part is not None or Path(model).exists()):
         raise click.UsageError("--stream reads a hub id in one process; leave it out for a folder, and for --part")
     if not stream and not Path(model).exists():
-        make_plan(find(model, headers_only=True), mesh, arch, text_only, ranks)
+        made = make_plan(find(model, headers_only=True), mesh, arch, text_only, ranks)
+        prepared(all_asked(draft, model), made.config, mesh, ranks, headers_only=True)
     source = find(model, stream=stream)
     made = make_plan(source, mesh, arch, text_only, ranks)
+    drafts = prepared(all_asked(draft, model), made.config, mesh, ranks)
     out = out or default_out(model, mesh)
     count = workers or workers_default()
     for line in [*made.config.warnings, *missing_side_files(source.path)]:
@@ -157,11 +166,14 @@ def convert(
         report = run(made, source, out, count, progress, command=shlex.join(["kiln", *sys.argv[1:]]), part=part)
     for line in report.warnings:
         click.echo(f"warning: {line}", err=True)
+    written = [] if report.waiting else write_drafts(drafts, out, count, part)
     following = (
         f"next: {program('kiln-run')} generate {shlex.quote(str(out))} --device cpu --prompt Hello --max-tokens 32"
     )
     shown = report_text(report, count)
-    emit(as_json, report_facts(report, count), shown if report.waiting else f"{shown}\n\n{following}")
+    facts = {**report_facts(report, count), "drafts": reports_facts(drafts, written, count)}
+    shown = "\n\n".join([shown, *reports_texts(drafts, written, count), *([] if report.waiting else [following])])
+    emit(as_json, facts, shown)
 
 
 def ensure_demo(path: Path) -> None:

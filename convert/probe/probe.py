@@ -78,10 +78,10 @@ def _about_tensors(q: Question, source: Source, config: ModelConfig) -> Iterator
         yield checkpoint.illegal_plan(e, legal)
         yield from unasked(OF_PLAN[1:], "plan")
         return
-    yield from _about_plan(q, source, made)
+    yield from _about_plan(q, source, config, made)
 
 
-def _about_plan(q: Question, source: Source, made: Plan) -> Iterator[Line]:
+def _about_plan(q: Question, source: Source, config: ModelConfig, made: Plan) -> Iterator[Line]:
     arch = archs()[q.arch]
     yield checkpoint.plan_line(made)
     yield kernels.layouts_line(q.arch, arch, {w.form.layout for f in made.files for w in f.work})
@@ -90,7 +90,7 @@ def _about_plan(q: Question, source: Source, made: Plan) -> Iterator[Line]:
     yield host.disk_line(q.out, made.disk_bytes, cache, download)
     yield host.time_line(made.source_bytes, made.disk_bytes, download, speed_of(source), q.workers)
     weights = made.data_bytes("rank") + made.data_bytes("common") + made.data_bytes("vision")
-    yield card.memory_line(card.nominal(arch, q.gpu_memory), weights, made.config.text, q.context)
+    yield card.memory_line(card.nominal(arch, q.gpu_memory), weights, config.text, q.context)
 
 
 def to_download(source: Source) -> tuple[Path | None, int]:

@@ -1,0 +1,119 @@
+"""Drafts of an artifact: each a small one in draft/NAME, cut for the same mesh and bound to the target's digest."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from convert.pipeline import Part, convert
+from convert.readers.find import find
+from convert.readers.source import LICENCE_GLOBS, Source
+from convert.report import Report
+from convert.shard.plan import Plan, plan
+from specs import manifest
+from specs.dims import ModelConfig
+from specs.draft import check_partner, read_draft_config
+from specs.errors import ConfigError, InputError
+from specs.mesh import Mesh
+from specs.schema import load
+
+FOLDER = "draft"
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A draft as it was asked for: a folder, an artifact's draft folder or a hub id, and what it shall be called."""
+
+    model: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Draft:
+    """A draft that fits its target and mesh. said: what it does with this target, a line each."""
+
+    name: str
+    source: Source
+    plan: Plan
+    said: tuple[str, ...]
+
+
+def asked(text: str) -> Asked:
+    """`PATH` or `PATH=NAME`; the name is the folder's own unless given. ConfigError for what is no name."""
+    model, equals, name = text.rpartition("=")
+    if not equals or Path(text).exists():
+        model, name = text, Path(text.split("@")[0]).name
+    if not NAME.fullmatch(name):
+        raise ConfigError(f"--draft {text}: {name!r} is no name for a draft (letters, digits, . _ -); say PATH=NAME")
+    return Asked(model=model, name=name)
+
+
+def all_asked(texts: Sequence[str], model: str | Path) -> list[Asked]:
+    """What was asked for, and the drafts that MODEL has if it is an artifact; ConfigError for a name used twice."""
+    found = [*map(asked, texts), *(Asked(model=str(p), name=p.name) for p in folders(Path(model)))]
+    names = [a.name for a in found]
+    if twice := sorted({n for n in names if names.count(n) > 1}):
+        raise ConfigError([f"draft {n}: the name is used twice; say PATH=NAME with another" for n in twice])
+    return found
+
+
+def folders(artifact: Path) -> list[Path]:
+    """The finished drafts of an artifact."""
+    return sorted(p.parent for p in artifact.glob(f"{FOLDER}/*/{manifest.NAME}"))
+
+
+def prepared(
+    wanted: Sequence[Asked], target: ModelConfig, mesh: Mesh, ranks: tuple[int, ...] = (), headers_only: bool = False
+) -> list[Draft]:
+    """Every draft, planned; an InputError names the draft and all that keeps it from this target or mesh."""
+    return [_prepared(a, target, mesh, ranks, headers_only) for a in wanted]
+
+
+def _prepared(a: Asked, target: ModelConfig, mesh: Mesh, ranks: tuple[int, ...], headers_only: bool) -> Draft:
+    try:
+        source = find(a.model, headers_only=headers_only)
+        config = read_draft_config(source.config, target.text.layers)
+        made = plan(load(config.kind), config, source.header, mesh, ranks=ranks)
+        said = check_partner(config, target, stored(made), None if headers_only else id_table(made, source))
+    except InputError as e:
+        raise type(e)([f"draft {a.name}: {p}" for p in e.problems]) from e
+    # The layer count decides which layers are read if config.json names none.
+    bound = {"kind": config.kind, "target_layers": target.text.layers}
+    return Draft(name=a.name, source=source, plan=replace(made, bound=bound), said=tuple(said))
+
+
+def stored(made: Plan) -> set[str]:
+    """The draft's tensors by their names in the artifact."""
+    return {item.name for item in made.expanded.items}
+
+
+def id_table(made: Plan, source: Source) -> list[int] | None:
+    """The values of d2t: what to add to a draft's id for the target's; None if the file has no such table."""
+    import torch
+
+    for item in made.expanded.items:
+        if item.name == "d2t":
+            name = item.sources[0][0]
+            table: list[int] = source.rows(name, 0, made.header[name][1][0]).view(torch.int64).tolist()
+            return table
+    return None
+
+
+def write(
+    draft: Draft,
+    artifact: Path,
+    workers: int,
+    progress: Callable[[int], None] = lambda n: None,
+    command: str = "",
+    part: Part | None = None,
+) -> Report:
+    """Puts a draft beside its finished target, or goes on with an unfinished one; nothing else is touched."""
+    made = replace(draft.plan, bound={**draft.plan.bound, "target": manifest.read(artifact)["digest"]})
+    return convert(made, draft.source, artifact / FOLDER / draft.name, workers, progress, command, part)
+
+
+def warnings(draft: Draft) -> Iterator[str]:
+    """What a user should know of a source before it is converted."""
+    if not any(True for glob in LICENCE_GLOBS for _ in draft.source.path.glob(glob)):
+        yield f"draft {draft.name}: no LICENSE file; the artifact must not be published without one"
