@@ -33,7 +33,7 @@ class Graphs:
         taps: tuple[int, ...] = (),
         trees: bool = False,
     ) -> None:
-        """width: the most pages of a sequence; taps: layers whose outputs are kept; trees: tokens are nodes of trees."""
+        """width: the most pages of a sequence; taps: layers whose outputs are kept; trees: tokens are trees' nodes."""
         most, device = max(counts), cache.rows.device
         self.model, self.cache, self.queries, self.taps = model, cache, queries, taps
         # One allocation each: kernels count on tensors that begin on 16 bytes.

@@ -26,8 +26,9 @@ Plan = list[tuple[Active, int]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:
-    """One request in a launched step: cached tokens after it, whether a token was sampled, its rows of results. drafted:
-    tokens to verify; then `length` counts up to the token before them, and a row stands behind it and each of them."""
+    """One request in a launched step: cached tokens after it, whether a token was sampled, its rows of results.
+    drafted: tokens to verify; then `length` counts up to the token before them, and a row is behind it and each of
+    them."""
 
     active: Active
     length: int
@@ -114,7 +115,7 @@ class Runner:
         return mark
 
     def _forward(self, plans: list[Plan], proposal: Proposal | None) -> tuple[Tensor, Batch]:
-        """Logits of this group's step, and the step; every group brings as many tokens to the experts as the largest."""
+        """Logits of this group's step, and the step; every group brings to the experts as many tokens as the largest."""
         own, mine = self.ranks.group, plans[self.ranks.group]
         most = max(sum(n for _, n in plan) for plan in plans)
         taps = () if self.drafting is None else self.drafting.wanted

@@ -143,9 +143,8 @@ class Sampler:
             pairs = [(i, place) for i, r in enumerate(rows) if r.sampling.penalised for place in r.behind or ()]
             if pairs and nodes is not None:
                 at, place = upload(np.array(pairs, np.int64).T.copy(), device).unbind(0)
-                where = at, nodes[place]
-                counts.index_put_(where, torch.ones_like(at, dtype=torch.int32), accumulate=True)
-                seen.index_put_(where, torch.ones_like(at, dtype=torch.bool))
+                counts.index_put_((at, nodes[place]), torch.ones_like(at, dtype=torch.int32), accumulate=True)
+                seen.index_put_((at, nodes[place]), torch.ones_like(at, dtype=torch.bool))
             raw = penalised(raw, counts, seen, upload(np.array(weights), device))
         entries = [(i, token, value) for i, r in enumerate(rows) for token, value in r.sampling.bias]
         if entries:

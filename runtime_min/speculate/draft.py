@@ -68,7 +68,6 @@ class Draft(Protocol):
         """The same as trees, whose nodes no request's random numbers decide."""
 
 
-
 def chain(count: int) -> list[int]:
     """Parents of a root and `count` nodes in a row."""
     return list(range(-1, count))

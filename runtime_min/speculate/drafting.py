@@ -6,6 +6,7 @@ each is known. So pages that the draft shares with the target are filled for bot
 
 from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
+from itertools import chain
 
 import numpy as np
 import torch
@@ -51,17 +52,14 @@ class Drafting:
         if any(tails):
             self._extend(tails)
         places = {a: i for i, (a, _) in enumerate(tails[own])} if tails else {}
-        for group in tails:
-            for a, n in group:
-                a.extended += n
-        for group in self.fed:
-            for a in group:
-                a.fed = False
+        for a, n in chain.from_iterable(tails):
+            a.extended += n
+        for a in chain.from_iterable(self.fed):
+            a.fed = False
         proposal = self._proposed(plans[own], places)
         self.fed = [[a for a, n in plan if self._keeps(a, n)] for plan in plans]
-        for group in self.fed:
-            for a in group:
-                a.fed = True
+        for a in chain.from_iterable(self.fed):
+            a.fed = True
         at = 0
         self.rows = {}
         for a, n in plans[own]:

@@ -75,8 +75,8 @@ class EagleDraft:
         """All nodes that were looked at, level by level, for requests alike in what they want."""
         beam = max(1, min(WIDTH, (count + 1) // max(1, depth - 1)))
         at = _places(asked, self.cache.rows.device)
-        state, out = self.state[at][:, None], self.out[at][:, None]
-        levels = [Candidates.of(self.model.logits(out.flatten(0, 1)).unflatten(0, out.shape[:2]), None)]
+        state, out = self.state[at][:, None], self.out[at]
+        levels = [Candidates.of(self._guessed(out, (len(asked), 1)), None)]
         visible: Tensor | None = None
         for level in range(depth - 1):
             ids, parent, places = levels[-1].best(beam)
@@ -86,10 +86,14 @@ class EagleDraft:
             own = 1 << torch.arange(level * beam, level * beam + width, device=ids.device)
             visible = own.expand_as(ids) if visible is None else own | visible.gather(1, parent)
             step = self._step(asked, level, beam, width, visible)
-            state, out = self.model.next(self.target.embedded(ids.flatten()), state.flatten(0, 1), step, self.rows)
-            state = state.unflatten(0, ids.shape)
-            levels.append(Candidates.of(self.model.logits(out).unflatten(0, ids.shape), (levels[-1], places)))
+            flat, out = self.model.next(self.target.embedded(ids.flatten()), state.flatten(0, 1), step, self.rows)
+            state = flat.view_as(state)
+            levels.append(Candidates.of(self._guessed(out, ids.shape), (levels[-1], places)))
         return levels
+
+    def _guessed(self, out: Tensor, shape: Several[int]) -> Tensor:
+        """out [product of shape, hidden] -> logits [*shape, vocab]."""
+        return self.model.logits(out).view(*shape, -1)
 
     def _step(self, asked: Several[Asked], level: int, beam: int, width: int, visible: Tensor) -> Any:
         """`width` nodes of this level for every request, behind those of the levels before."""

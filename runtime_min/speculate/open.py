@@ -1,7 +1,6 @@
 """An artifact's draft as an engine wants it: found by name, read, and held against what was asked of it."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 from runtime_min.kv import LatentCache
 from runtime_min.request import Limits

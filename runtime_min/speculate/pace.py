@@ -2,9 +2,10 @@
 
 A request's acceptance a is the share of judged tokens (of a run, up to the first miss) that were accepted, older ones
 counting less, beginning at the engine's. A step that drafts k tokens in a row then gives 1 + a + ... + a^k tokens. With
-n requests it costs (n0 + n (1 + k)) / (n0 + n) + d (1 + k) plain steps: weights are read for the price of n0 tokens, and
-a draft's pass takes d of a step. Drafted is the k that gives most for its cost, none if plain decoding gives as much.
-A tree of b nodes goes as deep, and its a falls by a twentieth with each halving of b; the same comparison chooses b.
+n requests it costs (n0 + n (1 + k)) / (n0 + n) + d (1 + k) plain steps: weights are read for the price of n0 tokens,
+and a draft's pass takes d of a step. Drafted is the k that gives most for its cost, none if plain decoding gives as
+much. A tree of b nodes goes as deep, and its a falls by a twentieth with each halving of b; the same comparison
+chooses b.
 
 A request for which it was none PATIENCE times in a row drafts no more, which costs nothing from then on. New requests
 draft if the engine's acceptance pays, and one in PROBES in any case.
@@ -32,8 +33,8 @@ class Own:
 
 @dataclass(slots=True, kw_only=True)
 class Pace:
-    """Of one engine, the same on all its ranks. tokens: most in a row; nodes: of a tree at most, 0 for chains; ahead: of
-    the draft."""
+    """Of one engine, the same on all its ranks. tokens: most in a row; nodes: of a tree at most, 0 for chains; ahead:
+    of the draft."""
 
     tokens: int
     nodes: int

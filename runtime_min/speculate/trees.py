@@ -21,8 +21,8 @@ LEAST = -1e4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidates:
-    """One level of nodes of n trees. worth [n, m] float64, logarithms; ids [n, m] tokens; above [n, m]: the parent among
-    the level before; beam [n, m]: the parent among those that were expanded."""
+    """One level of nodes of n trees. worth [n, m] float64, logarithms; ids [n, m] tokens; above [n, m]: the parent
+    among the level before; beam [n, m]: the parent among those that were expanded."""
 
     worth: Tensor
     ids: Tensor
