@@ -15,6 +15,7 @@ from runtime_min.embeddings import Embeddings, Encode
 from runtime_min.graphs import Graphs
 from runtime_min.graphs import sizes as counts
 from runtime_min.kernels.jit import Jit
+from runtime_min.kv import LatentCache
 from runtime_min.memory import HOST_TOKENS, MemoryPlan, measured
 from runtime_min.messages import Close, Command, Event, Finish, Logprob, Stats, Submit
 from runtime_min.models.decoder import Decoder
@@ -22,10 +23,11 @@ from runtime_min.pages import Pool
 from runtime_min.request import Bounds, Limits
 from runtime_min.runner import Entry, Flight, Runner
 from runtime_min.sampler import FIXED, Row, Sampler
-from runtime_min.scheduler import DRAFTED, Active, Scheduler
+from runtime_min.scheduler import Active, Scheduler
+from runtime_min.speculate.draft import Draft
 from runtime_min.speculate.drafting import Drafting
 from runtime_min.speculate.figures import Acceptance
-from runtime_min.speculate.open import MakeDraft, paced
+from runtime_min.speculate.open import opened, paced
 from runtime_min.speculate.verify import walk
 from runtime_min.text import Tokenizer
 from runtime_min.vision.encoder import Encoder
@@ -44,65 +46,69 @@ class Core:
         limits: Limits,
         encode: Encode | None = None,
         constrain: Constrain | None = None,
-        draft: MakeDraft | None = None,
+        draft: Draft | None = None,
     ) -> None:
         """encode: what makes embeddings of requests' pictures, None where there can be none; constrain: a request's
-        place in its compiled grammar; draft: what makes the draft over a cache, likewise."""
+        place in its compiled grammar, likewise; draft: what proposes tokens."""
         self.model, self.ranks, self.limits, self.constrain = model, model.ranks, limits, constrain
         self.ranks.agree({"limits": repr(limits)})
         context = min(limits.context or model.dims.context, model.cos.shape[0])
         if model.settings.device.type == "cuda" and isinstance(model.ops.kernels, Jit):
             warm(model, limits.step_tokens)
-        self.memory: MemoryPlan | None = measured(model, limits, context, encode)
+        self.pace = None if draft is None else paced(draft, limits)
+        self.memory: MemoryPlan | None = measured(model, limits, context, encode, draft, self.pace)
         size = limits.page_tokens
         pages = -(-(limits.cache_tokens or HOST_TOKENS) // size) if self.memory is None else self.memory.pages
         pages = min(self.ranks.every(pages))
         cache = model.cache(pages * size, size)
         pools = [cache.pool if g == self.ranks.group else Pool(pages, size) for g in range(self.ranks.groups)]
-        made = None if draft is None else draft(cache)
-        self.pace = None if made is None else paced(made, limits)
         self.schedulers = [Scheduler(pool, limits, self.pace) for pool in pools]
         self.bounds = Bounds(
             vocab=model.dims.vocab, context=context, cache_tokens=pages * size, sees=encode is not None
         )
-        graphs: Graphs | None = None
-        verify: Graphs | None = None
-        if self.memory is not None and limits.graphs and model.ops.kernels is not None:
-            graphs = Graphs(model, cache, counts(limits.graphs), 1, cache.pool.count(min(context, pages * size)))
-            graphs.capture()
-            if made is not None and self.pace is not None:
-                few = limits.spec_tree or self.pace.tokens
-                most = counts(min(DRAFTED, limits.graphs * (1 + few)))
-                width = cache.pool.count(min(context, pages * size) + few)
-                verify = Graphs(model, cache, most, 1 + few, width, made.taps, limits.spec_tree > 0)
-                verify.capture()
-        sampler = Sampler(limits.running, model.dims.vocab, model.settings.device)
-        embeddings = None if encode is None else Embeddings(encode, limits.pictures)
-        drafting = None
-        if made is not None and self.pace is not None:
-            drafting = Drafting(
-                draft=made, model=model, cache=cache, sampler=sampler, embeddings=embeddings,
-                trees=limits.spec_tree > 0, depth=self.pace.tokens,
-            )  # fmt: skip
-        self.runner = Runner(
-            model=model, cache=cache, sampler=sampler, graphs=graphs, embeddings=embeddings, drafting=drafting,
-            verify=verify,
-        )  # fmt: skip
+        self.runner = self._runner(cache, encode, draft)
         self.active: dict[int, tuple[Scheduler, Active]] = {}
         self.flight: Flight | None = None
-        self.accepted = None if made is None else Acceptance()
+        self.accepted = None if draft is None else Acceptance()
         self.warned = False
         self.closed = False
         self.ready = self.compiled
         if self.ranks.rank == 0:
             sys.stderr.write("".join(f"{line}\n" for line in self._lines()))
 
+    def _runner(self, cache: LatentCache, encode: Encode | None, draft: Draft | None) -> Runner:
+        """What runs steps over this cache, its graphs captured."""
+        model, limits = self.model, self.limits
+        sampler = Sampler(limits.running, model.dims.vocab, model.settings.device)
+        embeddings = None if encode is None else Embeddings(encode, limits.pictures)
+        drafting = None
+        if draft is not None and self.pace is not None:
+            draft.bind(cache)
+            drafting = Drafting(
+                draft=draft, model=model, cache=cache, sampler=sampler, embeddings=embeddings,
+                trees=limits.spec_tree > 0, depth=self.pace.tokens,
+            )  # fmt: skip
+        graphs = verify = None
+        if self.memory is not None and limits.graphs and model.ops.kernels is not None:
+            whole = min(self.bounds.context, self.bounds.cache_tokens)
+            graphs = Graphs(model, cache, counts(limits.graphs), 1, cache.pool.count(whole))
+            graphs.capture()
+            if draft is not None and self.pace is not None:
+                most, width = counts(self.pace.rows(limits.graphs)), cache.pool.count(whole + self.pace.most)
+                verify = Graphs(model, cache, most, 1 + self.pace.most, width, draft.taps, limits.spec_tree > 0)
+                verify.capture()
+        return Runner(
+            model=model, cache=cache, sampler=sampler, graphs=graphs, embeddings=embeddings, drafting=drafting,
+            verify=verify,
+        )  # fmt: skip
+
     @classmethod
     def load(cls, model: Decoder, artifact: Artifact, limits: Limits) -> Self:
-        """The core over an artifact's model, and over its vision part if it has one."""
+        """The core over an artifact's model, over its vision part if it has one, and a draft if one is asked for."""
         seeing = artifact.has_vision
         encode = Encoder.load(artifact, model.ops, model.ranks, model.settings) if seeing else None
-        return cls(model, limits, encode, _constrain(artifact) if limits.grammars else None)
+        draft = None if limits.draft is None else opened(artifact, limits.draft, model)
+        return cls(model, limits, encode, _constrain(artifact) if limits.grammars else None, draft)
 
     def _lines(self) -> list[str]:
         """What is told at the start: what memory is spent on, and what can be asked from now on."""

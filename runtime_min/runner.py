@@ -115,7 +115,7 @@ class Runner:
         return mark
 
     def _forward(self, plans: list[Plan], proposal: Proposal | None) -> tuple[Tensor, Batch]:
-        """Logits of this group's step, and the step; every group brings to the experts as many tokens as the largest."""
+        """Logits of this group's step, and the step; every group brings as many tokens to the experts."""
         own, mine = self.ranks.group, plans[self.ranks.group]
         most = max(sum(n for _, n in plan) for plan in plans)
         taps = () if self.drafting is None else self.drafting.wanted

@@ -13,12 +13,10 @@ from typing import Any
 
 from runtime_min.pages import Pool, Sequence, page_key
 from runtime_min.request import Limits, Request
-from runtime_min.speculate.pace import Own, Pace
+from runtime_min.speculate.pace import DRAFTED, Own, Pace
 
 # Rows of logits that prompt log-probabilities may take in one step.
 SCORED = 256
-# Tokens of a step that may belong to requests with drafts.
-DRAFTED = 512
 
 
 @dataclass(slots=True, eq=False)

@@ -2,16 +2,29 @@
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
 
 import torch
 
+from runtime_min.artifact import Stored
 from runtime_min.core import Core
+from runtime_min.drafts.open import made
 from runtime_min.engine import Engine
-from runtime_min.models.decoder import Decoder
+from runtime_min.kv import LatentCache
+from runtime_min.models.decoder import Decoder, Settings
+from runtime_min.models.shapes import of_dims
+from runtime_min.models.shapes import random as random_weights
+from runtime_min.ranks import Ranks
 from runtime_min.request import Limits
 from runtime_min.sampler import Guess, Row
-from runtime_min.speculate.draft import Asked, Fed, Proposal, chain
-from tests.engines import DIMS, tiny
+from runtime_min.speculate.draft import Asked, Draft, Fed, Proposal, chain
+from runtime_min.speculate.models import draft_of
+from specs.draft import read_draft_config
+from specs.mesh import Mesh
+from tests.draft_statement import DFLASH, LLAMA, MLA, MLA31, randomized
+from tests.drafts import stored
+from tests.engines import CPU, DIMS, cached_moe, tiny
 
 # From a request's tokens so far and its number to what is proposed, at least as many as asked for.
 Script = Callable[[list[int], int, int], list[int]]
@@ -22,12 +35,15 @@ class Scripted:
     fed, and checks that no token is missing or fed twice."""
 
     taps: tuple[int, ...] = ()
-    ahead, longest, usual = 1, 15, 3
+    ahead, longest, usual, cached = 1, 15, 3, 0
 
     def __init__(self, script: Script, drawn: bool = False, vocab: int = DIMS.vocab) -> None:
         self.script, self.drawn, self.vocab = script, drawn, vocab
         self.fed: dict[int, int] = {}
         self.asked: list[tuple[int, int]] = []
+
+    def bind(self, cache: LatentCache) -> None:
+        """Keeps nothing."""
 
     def extend(self, fed: Fed) -> None:
         for a in fed.actives:
@@ -94,5 +110,29 @@ def answers(want: Sequence[Sequence[int]], quality: float, seed: int = 0) -> Scr
     return script
 
 
-def speculating(draft: object, limits: Limits, model: Decoder | None = None) -> Engine:
-    return Engine.over(Core(model or tiny(), limits, draft=lambda cache: draft))  # type: ignore[arg-type, return-value]
+def speculating(draft: Draft, limits: Limits, model: Decoder | None = None) -> Engine:
+    return Engine.over(Core(model or tiny(), limits, draft=draft))
+
+
+KINDS = {"eagle3 llama": LLAMA, "eagle3 mla": MLA, "eagle3.1": MLA31, "dflash": DFLASH}
+
+
+@cache
+def target() -> Decoder:
+    """A target of layers enough to tap."""
+    torch.manual_seed(6)
+    dims = replace(DIMS, layers=3)
+    weights = of_dims(dims, Mesh(), random_weights(CPU), torch.float64)
+    weights["head"].tensor.mul_(6)
+    return Decoder(dims, weights, cached_moe(), Ranks(0, Mesh()), Settings(dtype=torch.float64, device=CPU))
+
+
+def real(kind: str) -> Draft:
+    """A draft with weights, random ones."""
+    config = KINDS[kind] | {"vocab_size": DIMS.vocab}
+    dims = replace(read_draft_config(config, 5), taps=(0, 1, 2))
+    w = randomized(config, 3)
+    if kind == "dflash":
+        w["fc.weight"] = w["fc.weight"][:, : 3 * DIMS.hidden]
+    kept = {n: Stored(x.double(), "plain.v1", {}, (tuple(x.shape),)) for n, x in stored(w, config, 1, 0).items()}
+    return draft_of(made(dims, kept, target()), target())

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from runtime_min.kv import Batch
+from runtime_min.kv import Batch, LatentCache
 from runtime_min.sampler import Guess
 from runtime_min.scheduler import Active
 
@@ -51,12 +51,17 @@ class Proposal:
 
 class Draft(Protocol):
     """taps: layers whose outputs it is fed; ahead: tokens after a position that its cached entry depends on; longest:
-    the longest run it can propose; usual: what suits it."""
+    the longest run it can propose; usual: what suits it; cached: bytes of
+    a token in its own cache."""
 
     taps: tuple[int, ...]
     ahead: int
     longest: int
     usual: int
+    cached: int
+
+    def bind(self, cache: LatentCache) -> None:
+        """Gets room of its own in the pages of the target's cache."""
 
     def extend(self, fed: Fed) -> None:
         """Takes in tokens that stand."""

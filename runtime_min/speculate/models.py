@@ -12,14 +12,14 @@ from runtime_min.drafts import DFlash, Eagle3
 from runtime_min.kv import LatentCache, Tree, batch, upload
 from runtime_min.models.decoder import Decoder
 from runtime_min.pages import NULL_PAGE, Sequence
-from runtime_min.request import WIDTH
+from runtime_min.request import MOST_DRAFTS, WIDTH
 from runtime_min.sampler import Guess, Row
 from runtime_min.speculate.draft import Asked, Draft, Fed, Proposal, chain
 from runtime_min.speculate.trees import LEAST, Candidates, best_first, likeliest
 
 
-def draft_of(model: Eagle3 | DFlash, target: Decoder, cache: LatentCache) -> Draft:
-    return EagleDraft(model, target, cache) if isinstance(model, Eagle3) else BlockDraft(model, target, cache)
+def draft_of(model: Eagle3 | DFlash, target: Decoder) -> Draft:
+    return EagleDraft(model, target) if isinstance(model, Eagle3) else BlockDraft(model, target)
 
 
 class EagleDraft:
@@ -28,12 +28,15 @@ class EagleDraft:
     Its guesses lie in its cache behind what stands; they are overwritten when it is fed what became of them.
     """
 
-    ahead, longest, usual = 1, 15, 3
+    ahead, longest, usual = 1, MOST_DRAFTS, 3
 
-    def __init__(self, model: Eagle3, target: Decoder, cache: LatentCache) -> None:
-        self.model, self.target, self.cache, self.rows = model, target, cache, model.cache(cache)
-        self.taps = model.taps
+    def __init__(self, model: Eagle3, target: Decoder) -> None:
+        self.model, self.target, self.taps = model, target, model.taps
+        self.cached = model.dims.layers * model.width * target.embed.element_size()
         self.state = self.out = target.embed.new_zeros(0, target.dims.hidden)
+
+    def bind(self, cache: LatentCache) -> None:
+        self.cache, self.rows = cache, self.model.cache(cache)
 
     def extend(self, fed: Fed) -> None:
         assert fed.embeds is not None and fed.states is not None
@@ -112,10 +115,13 @@ class BlockDraft:
 
     ahead = 0
 
-    def __init__(self, model: DFlash, target: Decoder, cache: LatentCache) -> None:
-        self.model, self.target, self.cache, self.rows = model, target, cache, model.cache(cache)
-        self.taps, self.longest = model.taps, min(15, model.block - 1)
-        self.usual = self.longest
+    def __init__(self, model: DFlash, target: Decoder) -> None:
+        self.model, self.target, self.taps = model, target, model.taps
+        self.longest = self.usual = min(MOST_DRAFTS, model.block - 1)
+        self.cached = model.dims.layers * model.width * target.embed.element_size()
+
+    def bind(self, cache: LatentCache) -> None:
+        self.cache, self.rows = cache, self.model.cache(cache)
 
     def extend(self, fed: Fed) -> None:
         assert fed.states is not None

@@ -1,18 +1,28 @@
 """An artifact's draft as an engine wants it: found by name, read, and held against what was asked of it."""
 
-from collections.abc import Callable
+import sys
 
-from runtime_min.kv import LatentCache
+from runtime_min.artifact import Artifact
+from runtime_min.drafts import open_draft
+from runtime_min.models.decoder import Decoder
 from runtime_min.request import Limits
 from runtime_min.speculate.draft import Draft
+from runtime_min.speculate.models import draft_of
 from runtime_min.speculate.pace import Pace
 from specs.errors import InputError
-
-MakeDraft = Callable[[LatentCache], Draft]
 
 
 class SpeculationError(InputError):
     """What was asked of drafts, and cannot be."""
+
+
+def opened(artifact: Artifact, name: str, target: Decoder) -> Draft:
+    """The draft of this name; rank 0 says what it is and what it takes from where. ArtifactError if there is none of
+    this name, or it is not of this target."""
+    found = open_draft(artifact, name, target)
+    if target.ranks.rank == 0:
+        sys.stderr.write("".join(f"{line}\n" for line in found.lines))
+    return draft_of(found.draft, target)
 
 
 def paced(draft: Draft, limits: Limits) -> Pace:

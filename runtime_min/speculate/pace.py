@@ -18,6 +18,8 @@ from runtime_min.request import WIDTH
 # From the decode table of an H200 at TP 8: 5.5 ms for one token, 29.3 for 64; a layer and a head of 61 layers.
 FREE, PASS = 13.5, 0.05
 HALVED = 0.95
+# Tokens of a step that may belong to requests with drafts.
+DRAFTED = 512
 KEPT, KEPT_BY_ALL, PRIOR = 0.9, 0.98, 2.0
 PATIENCE, PROBES = 4, 16
 
@@ -42,6 +44,15 @@ class Pace:
     adaptive: bool
     every: Own = field(default_factory=lambda: Own(good=3.0, tried=4.0))
     begun: int = 0
+
+    @property
+    def most(self) -> int:
+        """Tokens that one request may have drafted."""
+        return self.nodes or self.tokens
+
+    def rows(self, requests: int) -> int:
+        """Tokens of the largest step in which so many requests verify."""
+        return max(requests, min(DRAFTED, requests * (1 + self.most)))
 
     def begins(self) -> bool:
         """Does a new request draft?"""
