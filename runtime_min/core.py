@@ -202,7 +202,7 @@ class Core:
             if self.constrain is None:
                 return [Event(id=a.id, finish="error", error="grammars: this engine was started without them")]
             a.constraint = self.constrain(request.grammar)
-        a.drafting = self.pace is not None and self.pace.begins()
+        a.drafting = self.pace is not None and request.draft and self.pace.begins()
         self.active[a.id] = scheduler, a
         scheduler.add(a)
         return []

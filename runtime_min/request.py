@@ -38,7 +38,7 @@ class Request:
     """What one caller asks: up to max_tokens ids after `prompt`; an id of `stops` ends it and is given too.
 
     scored: the log-probability of every prompt token after the first, too (and no help from the prefix cache).
-    grammar: a compiled grammar as JSON, which the output keeps to.
+    grammar: a compiled grammar as JSON, which the output keeps to. draft: may the engine's draft propose its tokens?
     """
 
     prompt: tuple[int, ...]
@@ -48,6 +48,7 @@ class Request:
     scored: bool = False
     media: tuple[Media, ...] = ()
     grammar: str | None = None
+    draft: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

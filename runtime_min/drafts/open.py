@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from runtime_min.artifact import Artifact, Stored, cast, load, rank_of
@@ -31,10 +32,7 @@ def open_draft(artifact: Artifact, name: str, target: Decoder) -> Opened:
     Raises ArtifactError for a draft that is not there, damaged, of another target or mesh, or lacks tensors or has
     too many; ConfigError if it does not fit the target.
     """
-    path = artifact.path / "draft" / name
-    if not path.is_dir():
-        held = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-        raise ArtifactError(f"{path}: not there; the artifact has {', '.join(held) if held else 'no drafts'}")
+    path = require(artifact.path, name)
     sealed, entries, phase = rank_of(path, artifact.rank, artifact.verify)
     artifact.phases.append(phase)
     if problems := list(_unbound(sealed, artifact)):
@@ -49,6 +47,15 @@ def open_draft(artifact: Artifact, name: str, target: Decoder) -> Opened:
     table = weights["d2t"].tensor.tolist() if "d2t" in weights else None
     lines = check_partner(dims, artifact.config, stored, table)
     return Opened(made(dims, weights, target), [f"draft {name}: {line}" for line in lines])
+
+
+def require(artifact: Path, name: str) -> Path:
+    """The folder of an artifact's draft; ArtifactError that says which ones are there."""
+    path = artifact / "draft" / name
+    if not path.is_dir():
+        held = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
+        raise ArtifactError(f"{path}: not there; the artifact has {', '.join(held) if held else 'no drafts'}")
+    return path
 
 
 def made(dims: DraftConfig, weights: dict[str, Stored], target: Decoder) -> Draft:
