@@ -51,9 +51,10 @@ def asked(text: str) -> Asked:
     return Asked(model=model, name=name)
 
 
-def all_asked(texts: Sequence[str], model: str | Path) -> list[Asked]:
+def all_asked(texts: Sequence[str], model: str | None = None) -> list[Asked]:
     """What was asked for, and the drafts that MODEL has if it is an artifact; ConfigError for a name used twice."""
-    found = [*map(asked, texts), *(Asked(model=str(p), name=p.name) for p in drafts(Path(model)))]
+    own = drafts(Path(model)) if model is not None else []
+    found = [*map(asked, texts), *(Asked(model=str(p), name=p.name) for p in own)]
     names = [a.name for a in found]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ConfigError([f"draft {n}: the name is used twice; say PATH=NAME with another" for n in twice])

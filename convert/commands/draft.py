@@ -36,9 +36,9 @@ def draft(artifact: Path, drafts: tuple[str, ...], workers: int | None, as_json:
     folder's own unless given. The draft is cut for the artifact's mesh and bound to its digest. What keeps it from
     this target is named before anything is written; an interrupted run goes on when the same command runs again.
     """
-    from convert.drafts import asked, finished, prepared
+    from convert.drafts import all_asked, finished, prepared
 
-    ready = prepared([asked(d) for d in drafts], finished(artifact))
+    ready = prepared(all_asked(drafts), finished(artifact))
     count = workers or workers_default()
     reports = write_drafts(ready, artifact, count)
     emit(as_json, reports_facts(ready, reports, count), "\n\n".join(reports_texts(ready, reports, count)))

@@ -27,7 +27,8 @@ TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tow
 @click.option("--geometry", type=click.Choice(["tiny", "k2.6"]), default="tiny", help="Sizes of the model.")
 @click.option("--layers", type=click.IntRange(1, 61), default=None, help="Full-size layers to write (k2.6 only).")
 @click.option("--seed", type=int, default=0, help="Seed of the random weights.")
-def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
+@click.option("--drafts", is_flag=True, help="Also a random draft of each kind that fits, in OUT-drafts/KIND.")
+def demo(out: Path, geometry: str, layers: int | None, seed: int, drafts: bool) -> None:
     """Write a random checkpoint in the real format to OUT.
 
     tiny is a few megabytes with tokenizer and chat template. k2.6 writes full-size layers of random words for
@@ -35,11 +36,17 @@ def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
     head and vision tower.
     """
     from convert.demo.checkpoint import write_demo
+    from convert.demo.drafts import DRAFT_KINDS, write_draft
     from convert.demo.geometry import TINY, k26
 
     if (geometry == "k2.6") != (layers is not None):
         raise click.UsageError("--layers goes with --geometry k2.6 and is needed there")
-    write_demo(out, TINY if layers is None else k26(layers), seed=seed)
+    sizes = TINY if layers is None else k26(layers)
+    write_demo(out, sizes, seed=seed)
+    for kind in DRAFT_KINDS if drafts else ():
+        folder = out.with_name(f"{out.name}-drafts") / kind
+        write_draft(folder, kind, sizes, seed)
+        click.echo(f"wrote {folder}")
     click.echo(f"wrote {out}; next: kiln convert {shlex.quote(str(out))} --tp 8 --out {shlex.quote(str(out) + '-tp8')}")
 
 
