@@ -71,7 +71,7 @@ def partner_lines(drafts: Sequence[str], target: Target) -> Iterator[Line]:
         try:
             (ready,) = prepared([a], target, headers_only=True)
         except InputError as e:
-            yield refusal(f"draft {a.name}", e, "choose the draft of this model, or leave it out")
+            yield refusal("draft", e, "choose the draft of this model, or leave it out")
             continue
-        facts = {"said": list(ready.said), "disk_bytes": ready.plan.disk_bytes}
-        yield Line(name=f"draft {a.name}", verdict="go", found="; ".join(ready.said), facts=facts)
+        facts = {"name": a.name, "said": list(ready.said), "disk_bytes": ready.plan.disk_bytes}
+        yield Line(name="draft", verdict="go", found=f"{a.name}: {'; '.join(ready.said)}", facts=facts)
