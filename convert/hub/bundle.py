@@ -81,9 +81,9 @@ def limits(where: Path, sizes: Mapping[str, int]) -> Iterator[str]:
 def _commits(files: Mapping[str, Local]) -> dict[str, dict[str, Local]]:
     """Small files with the licence first, then folder by folder; drafts' seals after all weights, the manifest last."""
     groups: dict[str, dict[str, Local]] = {}
-    for name in sorted(files, key=lambda n: (n.count("/") > 0, _is_seal(n), n)):
+    for name in sorted(files, key=lambda n: (n.count("/") > 0, is_seal(n), n)):
         if name not in LAST:
-            label = "seals of drafts" if _is_seal(name) else name.rpartition("/")[0] or "configuration and licence"
+            label = "seals of drafts" if is_seal(name) else name.rpartition("/")[0] or "configuration and licence"
             groups.setdefault(label, {})[name] = files[name]
     out: dict[str, dict[str, Local]] = {}
     for label, group in groups.items():
@@ -94,7 +94,8 @@ def _commits(files: Mapping[str, Local]) -> dict[str, dict[str, Local]]:
     return {**out, "manifest and card": {n: files[n] for n in LAST if n in files}}
 
 
-def _is_seal(name: str) -> bool:
+def is_seal(name: str) -> bool:
+    """Is this a draft's manifest?"""
     return name.endswith(f"/{manifest.NAME}")
 
 
