@@ -28,7 +28,7 @@ from convert.shard.journal import FOLDER
 from convert.shard.plan import plan
 from specs import manifest
 from specs.draft import read_draft_config
-from specs.errors import ConfigError, HeaderError, OutputError, PlanError
+from specs.errors import ConfigError, CutError, HeaderError, OutputError, PlanError
 from specs.fold import unfold
 from specs.mesh import Mesh
 from specs.schema import load
@@ -114,10 +114,10 @@ def test_released_drafts_are_cut_for_eight_ranks(name: str) -> None:
     assert sum(made.data_bytes("rank", r) for r in range(8)) + made.data_bytes("common") == 2 * RELEASED[name]["params"]
     assert max(f.size for f in made.files) < 1.5e9
     if name == "dflash":
-        with pytest.raises(
-            CutError, match=r"attn.kv: axis heads=8 over tp=16[\s\S]*legal for this model: tp 1, 2, 4, 8;"
-        ):
+        with pytest.raises(CutError) as e:
             plan(load(config.kind), config, header, Mesh(world=16, tp=16))
+        told = str(e.value)
+        assert "attn.kv: axis heads=8 over tp=16" in told and "legal for this model: tp 1, 2, 4, 8;" in told
 
 
 def parts(folder: Path, name: str, world: int) -> list[torch.Tensor]:

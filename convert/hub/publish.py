@@ -95,9 +95,7 @@ def _refuse_another(repo: str, ready: Bundle, found: Tree) -> None:
     for name in filter(is_seal, ready.files):
         if name in found and not same(ready.files[name], found[name]):
             draft = name.removesuffix(f"/{manifest.NAME}")
-            raise HubError(
-                f"{repo}/{draft}: is another draft of that name; add yours under another, or delete that one"
-            )
+            raise HubError(f"{repo}/{draft}: is another draft of that name; add yours under another")
     foreign = sorted(n for n in found if n.startswith(OWNED) and n not in ready.files)
     if foreign:
         raise HubError([f"{repo}/{n}: belongs to another artifact; choose another repository" for n in foreign])
