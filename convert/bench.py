@@ -1,8 +1,8 @@
 """Convert throughput against `cp` of the same files: `python -m convert.bench`.
 
 A checkpoint of full-size matrices (layer 0, one or more mixture-of-experts layers, embedding, head, vision tower) is
-converted and copied in alternating rounds, every file fsynced in both. Cold: the page cache is dropped before each.
-Warm: the source was just read. A speed is printed only if the artifact proves equal to the source.
+converted and copied in alternating rounds, every file fsynced in both. Cold: the source's cached pages are dropped
+before each. Warm: the source was just read. A speed is printed only if the artifact proves equal to the source.
 """
 
 import json
@@ -29,14 +29,13 @@ RESULTS = Path("benchmarks/results")
 Row = dict[str, Any]
 
 
-def drop_caches() -> bool:
-    """Writes back and forgets cached pages; False where that is not allowed."""
+def drop(folder: Path) -> None:
+    """Writes everything back, and forgets the cached pages of a folder's files."""
     os.sync()
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3\n")
-    except OSError:
-        return False
-    return True
+    for file in folder.iterdir():
+        handle = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
 
 
 def copy(model: Path, out: Path) -> float:
@@ -91,7 +90,7 @@ def rounds(model: Path, scratch: Path, workers: int, mesh: list[str], count: int
                 shutil.rmtree(folder, ignore_errors=True)
             os.sync()
             if cold:
-                drop_caches()
+                drop(model)
             if kind == "cp":
                 row["cp_seconds"] = copy(model, copied)
             else:
@@ -100,16 +99,16 @@ def rounds(model: Path, scratch: Path, workers: int, mesh: list[str], count: int
 
 
 def groups(
-    model: Path, scratch: Path, workers: list[int], mesh: list[str], count: int, cold: bool
+    model: Path, scratch: Path, workers: list[int], mesh: list[str], count: int, states: tuple[str, ...]
 ) -> Iterator[list[Row]]:
-    """One run of each number of workers but the last, which races cp: warm, and cold if asked."""
+    """One run of each number of workers but the last, which races cp in every state."""
     out = scratch / "artifact"
     for number in workers[:-1]:
         shutil.rmtree(out, ignore_errors=True)
         report = convert(model, out, number, mesh)
         yield [{"cold": False, "workers": number, "mesh": " ".join(mesh), "report": report}]
-    for state in (False, True) if cold else (False,):
-        yield list(rounds(model, scratch, workers[-1], mesh, count, state))
+    for state in states:
+        yield list(rounds(model, scratch, workers[-1], mesh, count, state == "cold"))
 
 
 def summary(rows: list[Row], size: int) -> Row:
@@ -228,7 +227,14 @@ def machine(model: Path, layers: int, experts: int, proven: bool) -> Row:
     default=("--tp 8", "--tp 8 --ep 8", "--world 8 --tp 1 --ep 8"),
     help="Flags of kiln convert.",
 )
-@click.option("--cold/--no-cold", default=True, help="Also with the page cache dropped before every run.")
+@click.option(
+    "--state",
+    "states",
+    multiple=True,
+    type=click.Choice(["warm", "cold"]),
+    default=("warm", "cold"),
+    help="Of the source when a run begins: just read, or not in memory.",
+)
 @click.option("--prove/--no-prove", default=True, help="Prove every mesh bit for bit first.")
 @click.option("--result", type=click.Path(path_type=Path), default=None, help="NAME of NAME.json and NAME.md.")
 def main(
@@ -238,13 +244,11 @@ def main(
     count: int,
     workers: str,
     mesh: tuple[str, ...],
-    cold: bool,
+    states: tuple[str, ...],
     prove: bool,
     result: Path | None,
 ) -> None:
     """Measure conversion on this machine."""
-    if cold and not (cold := drop_caches()):
-        click.echo("the page cache may not be dropped here: warm only", err=True)
     model, out = scratch / f"k2.6-{layers}x{experts}", scratch / "artifact"
     if not (model / "model.safetensors.index.json").exists():
         shutil.rmtree(model, ignore_errors=True)
@@ -256,7 +260,7 @@ def main(
         shutil.rmtree(out, ignore_errors=True)
         convert(model, out, counts[-1], flags)
         check(model, out)
-    measured = list(groups(model, scratch, counts, mesh[0].split(), count, cold))
+    measured = list(groups(model, scratch, counts, mesh[0].split(), count, states))
     summaries = [summary(rows, size) for rows in measured]
     shutil.rmtree(out, ignore_errors=True)
     shutil.rmtree(scratch / "copy", ignore_errors=True)

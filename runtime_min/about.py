@@ -1,11 +1,17 @@
 """What an engine says of itself at the start: machine, mesh, who computes what."""
 
+import re
+from pathlib import Path
+
 import torch
 
 from runtime_min.artifact import Artifact
 from runtime_min.core import Core
 from runtime_min.kernels.choose import tables_here
 from runtime_min.kernels.cubin import Cubins
+
+DRIVER = Path("/proc/driver/nvidia/version")
+VERSION = re.compile(r"\b\d+(\.\d+)+\b")
 
 
 def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
@@ -26,7 +32,16 @@ def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
 def _card(device: torch.device) -> str:
     name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return f"{name} (sm{major}{minor}), CUDA {torch.version.cuda}, NCCL {nccl}"
+    return f"{name} (sm{major}{minor}), driver {_driver()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+
+
+def _driver() -> str:
+    """The version of the kernel module, which alone knows it without a further library."""
+    try:
+        found = VERSION.search(DRIVER.read_text())
+    except OSError:
+        return "unknown"
+    return found.group() if found else "unknown"
 
 
 def _triton() -> str:

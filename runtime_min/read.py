@@ -214,7 +214,9 @@ def _read(handle: int, block: Block, views: list[memoryview]) -> None:
         except OSError as e:
             raise ArtifactError(f"{block.path}: reading failed at byte {at}: {e.strerror}") from e
         if not got:
-            raise ArtifactError(f"{block.path}: ends at byte {at}, it was longer before; fetch or convert again")
+            # Which block past the end is read first is up to the threads; the end is the same for all.
+            end = os.fstat(handle).st_size
+            raise ArtifactError(f"{block.path}: ends at byte {end}, it was longer before; fetch or convert again")
         at += got
         while views and got >= len(views[0]):
             got -= len(views.pop(0))

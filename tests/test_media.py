@@ -408,12 +408,13 @@ def test_pixels_equal_transformers_image_processor() -> None:
     images = [Image.fromarray(getattr(data, name)()).convert("RGB") for name in names]
     load = pytest.importorskip("sklearn.datasets").load_sample_image
     images += [Image.fromarray(load(name)) for name in ("china.jpg", "flower.jpg")]
-    images += [images[0].resize((4000, 3000)), images[2].resize((3000, 500))]
+    large = [images[0].resize((4000, 3000)), images[2].resize((3000, 500))]
     reference = Kimi_K25ImageProcessor()
-    for image in images:
+    for image in [*images, *large]:
         want = reference(images=[image], return_tensors="pt")
         item = picture("x", saved(image), RULE).items[0]
-        found = normalized(patches(item, P), RULE)
         assert want["image_grid_thw"].tolist() == [list(item.grid)]
-        assert (found - want["pixel_values"]).abs().max() <= 1.01 * 2 / 255
+        steps = (normalized(patches(item, P), RULE) - want["pixel_values"]).abs() * 255 / 2
+        # Pillow, as in the original, and torchvision, as here, round differently between the two passes of a resize.
+        assert steps.max() <= (2.01 if image in large else 1.01) and (steps > 1.01).float().mean() < 1e-4
     assert rgb("x", images[0]).mode == "RGB"

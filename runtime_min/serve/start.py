@@ -1,7 +1,6 @@
 """An artifact and its engine as what the server serves, and the lines that it starts with."""
 
 from collections.abc import Callable
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +8,7 @@ from runtime_min.artifact import Artifact
 from runtime_min.request import Bounds
 from runtime_min.serve.jobs import Defaults, Served
 from runtime_min.text import ChatTemplate, Tokenizer
+from runtime_min.version import version_line
 from runtime_min.vision.rule import Rule
 from runtime_min.vision.sources import Sources
 from specs import manifest
@@ -60,7 +60,7 @@ def lines(artifact: Artifact, what: Served, about: tuple[str, ...]) -> list[str]
     model = f"{source['repo']} at {source['revision']}" if source["repo"] else "a local checkpoint"
     default = what.defaults
     return [
-        f"kiln {version('kiln')}: {artifact.path}, format {sealed['version']}, digest {sealed['digest'][:12]}",
+        f"{version_line()}: {artifact.path}, format {sealed['version']}, digest {sealed['digest'][:12]}",
         f"model: {what.name}, made from {model}; {artifact.nbytes / 1e9:.2f} GB a rank",
         *about,
         f"parsers: Kimi's reasoning and tool calls; grammars: {'xgrammar' if what.grammars else 'no extra `grammar`'}",
