@@ -4,20 +4,22 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Protocol
 
 from convert.pipeline import Part, convert
 from convert.readers.find import find
+from convert.readers.sealed import DRAFTS, drafts, read_sealed
 from convert.readers.source import LICENCE_GLOBS, Source
 from convert.report import Report
 from convert.shard.plan import Plan, plan
 from specs import manifest
+from specs.config import read_config
 from specs.dims import ModelConfig
-from specs.draft import check_partner, read_draft_config
+from specs.draft import DraftConfig, check_partner, read_draft_config
 from specs.errors import ConfigError, InputError
 from specs.mesh import Mesh
 from specs.schema import load
 
-FOLDER = "draft"
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
@@ -49,25 +51,48 @@ def asked(text: str) -> Asked:
     return Asked(model=model, name=name)
 
 
-def all_asked(texts: Sequence[str], model: str | Path) -> list[Asked]:
+def all_asked(texts: Sequence[str], model: str | None = None) -> list[Asked]:
     """What was asked for, and the drafts that MODEL has if it is an artifact; ConfigError for a name used twice."""
-    found = [*map(asked, texts), *(Asked(model=str(p), name=p.name) for p in folders(Path(model)))]
+    own = drafts(Path(model)) if model is not None else []
+    found = [*map(asked, texts), *(Asked(model=str(p), name=p.name) for p in own)]
     names = [a.name for a in found]
     if twice := sorted({n for n in names if names.count(n) > 1}):
         raise ConfigError([f"draft {n}: the name is used twice; say PATH=NAME with another" for n in twice])
     return found
 
 
-def folders(artifact: Path) -> list[Path]:
-    """The finished drafts of an artifact."""
-    return sorted(p.parent for p in artifact.glob(f"{FOLDER}/*/{manifest.NAME}"))
+class Target(Protocol):
+    """What a draft must fit: a plan, or a finished artifact."""
+
+    @property
+    def config(self) -> ModelConfig | DraftConfig: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def ranks(self) -> tuple[int, ...]: ...
 
 
-def prepared(
-    wanted: Sequence[Asked], target: ModelConfig, mesh: Mesh, ranks: tuple[int, ...] = (), headers_only: bool = False
-) -> list[Draft]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finished:
+    """The target in an artifact's folder."""
+
+    config: ModelConfig
+    mesh: Mesh
+    ranks: tuple[int, ...]
+
+
+def finished(artifact: Path) -> Finished:
+    sealed = read_sealed(artifact)
+    config = read_config(manifest.read_json(artifact / "config.json"))
+    return Finished(config=config, mesh=sealed.mesh, ranks=sealed.ranks)
+
+
+def prepared(wanted: Sequence[Asked], target: Target, headers_only: bool = False) -> list[Draft]:
     """Every draft, planned; an InputError names the draft and all that keeps it from this target or mesh."""
-    return [_prepared(a, target, mesh, ranks, headers_only) for a in wanted]
+    assert isinstance(target.config, ModelConfig)
+    return [_prepared(a, target.config, target.mesh, target.ranks, headers_only) for a in wanted]
 
 
 def _prepared(a: Asked, target: ModelConfig, mesh: Mesh, ranks: tuple[int, ...], headers_only: bool) -> Draft:
@@ -110,7 +135,7 @@ def write(
 ) -> Report:
     """Puts a draft beside its finished target, or goes on with an unfinished one; nothing else is touched."""
     made = replace(draft.plan, bound={**draft.plan.bound, "target": manifest.read(artifact)["digest"]})
-    return convert(made, draft.source, artifact / FOLDER / draft.name, workers, progress, command, part)
+    return convert(made, draft.source, artifact / DRAFTS / draft.name, workers, progress, command, part)
 
 
 def warnings(draft: Draft) -> Iterator[str]:

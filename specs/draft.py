@@ -300,9 +300,9 @@ def _table_problems(draft: DraftConfig, vocab: int, stored: Collection[str], tab
     """A shorter draft vocabulary needs a table of differences; whatever table there is must lead to distinct tokens."""
     small = draft.vocab < vocab
     if small and "head" not in stored:
-        return [f"draft: has {draft.vocab} tokens and no output head (lm_head); the target's has {vocab}"]
+        return [f"the draft has {draft.vocab} tokens and no output head (lm_head); the target's has {vocab}"]
     if small and "d2t" not in stored:
-        return [f"draft: has {draft.vocab} of the target's {vocab} tokens and no id table (d2t) that says which"]
+        return [f"the draft has {draft.vocab} of the target's {vocab} tokens and no id table (d2t) that says which"]
     if table is None:
         return []
     if len(table) != draft.vocab:

@@ -313,3 +313,35 @@ def test_no_tokens_of_gqa(device: str) -> None:
     where = [made[k] for k in ("rows", "pages", "cu_q", "lengths", "page_tokens")]
     ops: Ops = triton_ops(Jit())
     assert ops.gqa(q, *where, 1.0, 1).shape == (0, 2, 20)
+
+
+def test_dflash_equals_transformers() -> None:
+    """A DFlash draft that transformers carries for another target: the same layers under mostly the same names. Its
+    window counts how far a key may be away, ours from where on it is not seen."""
+    import transformers
+    from transformers.cache_utils import DFlashCache
+
+    rope = {k: v for k, v in DFLASH["rope_scaling"].items() if k != "type"}
+    config = transformers.MuseGlimmerAssistantConfig(
+        hidden_size=64, num_hidden_layers=3, intermediate_size=96, vocab_size=120, num_attention_heads=8,
+        num_key_value_heads=4, head_dim=16, rms_norm_eps=1e-5, block_size=4, mask_token_id=118, bos_token_id=None,
+        eos_token_id=None, pad_token_id=None, target_layer_ids=[0, 2, 3, 4], layer_types=DFLASH["layer_types"],
+        sliding_window=DFLASH["sliding_window"] - 1, hidden_act="silu", attn_implementation="eager",
+        rope_parameters=rope | {"rope_type": "yarn", "rope_theta": 100.0},
+    )  # fmt: skip
+    model = transformers.MuseGlimmerAssistantModel(config).eval()
+    w = randomized(DFLASH, 11)
+    names = {"fc.weight": "encoder.fc.weight", "hidden_norm.weight": "encoder.output_norm_enc.weight"}
+    model.load_state_dict({names.get(n, n): x for n, x in w.items()})
+    states, embeds = given(77, 256, 1), given(4, 64, 2)
+    past = DFlashCache(config=config)
+    past.activate_past_recording()
+    past.set_previous_accepted_tokens(77)
+    with torch.no_grad():
+        want = model(noise_embeds=embeds[None], context_hidden_states=states[None], cache=past).last_hidden_state[0]
+    close(dflash(w, DFLASH, states, embeds), want)
+    draft: Any = opened(w, DFLASH, HEAD, ALONE)
+    feed = Feed(1)
+    cache = draft.cache(feed.cache)
+    draft.context(states, feed.step({0: 77}), cache)
+    close(draft.block_logits(embeds, feed.step({0: 4}), cache)[0], (want @ HEAD.T)[1:])

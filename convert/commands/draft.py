@@ -36,14 +36,9 @@ def draft(artifact: Path, drafts: tuple[str, ...], workers: int | None, as_json:
     folder's own unless given. The draft is cut for the artifact's mesh and bound to its digest. What keeps it from
     this target is named before anything is written; an interrupted run goes on when the same command runs again.
     """
-    from convert.drafts import asked, prepared
-    from convert.readers.sealed import read_sealed
-    from specs import manifest
-    from specs.config import read_config
+    from convert.drafts import all_asked, finished, prepared
 
-    sealed = read_sealed(artifact)
-    target = read_config(manifest.read_json(artifact / "config.json"))
-    ready = prepared([asked(d) for d in drafts], target, sealed.mesh, sealed.ranks)
+    ready = prepared(all_asked(drafts), finished(artifact))
     count = workers or workers_default()
     reports = write_drafts(ready, artifact, count)
     emit(as_json, reports_facts(ready, reports, count), "\n\n".join(reports_texts(ready, reports, count)))
@@ -98,5 +93,9 @@ def reports_facts(drafts: Sequence[Draft], reports: Sequence[Report], workers: i
 def reports_texts(drafts: Sequence[Draft], reports: Sequence[Report], workers: int) -> list[str]:
     from convert.tables import report_text
 
-    both = zip(drafts, reports, strict=False)
-    return ["\n".join([f"draft {d.name}", *d.said, "", report_text(r, workers)]) for d, r in both]
+    texts = []
+    for d, r in zip(drafts, reports, strict=False):
+        first = report_text(r, workers).partition("\n")[0]
+        digests = [f"logical digest, draft {d.name}: {digest}" for digest in r.logical.values()]
+        texts.append("\n".join([first, *(f"  {line}" for line in d.said), *digests]))
+    return texts
