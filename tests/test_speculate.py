@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import replace
-from itertools import product
+from itertools import pairwise, product
 from typing import Any
 
 import pytest
@@ -111,6 +111,7 @@ def test_a_draft_s_state_is_that_of_a_cold_start(kind: str) -> None:
         def __init__(self) -> None:
             self.inner = real(kind)
             self.said: dict[tuple[int, ...], list[int]] = {}
+            self.compared = 0
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
@@ -120,6 +121,7 @@ def test_a_draft_s_state_is_that_of_a_cold_start(kind: str) -> None:
             tokens = found.tokens.tolist()
             for a in asked:
                 mine, tokens = tokens[: a.count], tokens[a.count :]
+                self.compared += tuple(a.active.tokens) in self.said
                 before = self.said.setdefault(tuple(a.active.tokens), mine)
                 shared = min(len(before), len(mine))
                 assert before[:shared] == mine[:shared]
@@ -134,11 +136,11 @@ def test_a_draft_s_state_is_that_of_a_cold_start(kind: str) -> None:
         speculating(cold, replace(ROOM, spec_tokens=3), target()).generate([r])  # type: ignore[arg-type]
     small = Heard()
     small.said = dict(cold.said)
-    one = speculating(small, replace(SMALL, spec_tokens=3, step_tokens=20), target())  # type: ignore[arg-type]
+    one = speculating(small, replace(SMALL, spec_tokens=3, step_tokens=20, cache_tokens=100), target())  # type: ignore[arg-type]
     for _ in range(2):
         results = one.generate(asked)
     assert core(one).schedulers[0].preempted > 0 and sum(r.cached > 0 for r in results) > 3
-    assert small.said == cold.said and len(cold.said) > 100
+    assert small.compared > 150
 
 
 def test_a_perfect_draft_gives_k_and_one_tokens_a_step() -> None:
@@ -197,7 +199,7 @@ def test_grammars_limit_every_place_of_a_run() -> None:
         asked = [Request(prompt=(3, i), max_tokens=14, grammar="any") for i in range(4)]
         plain = Engine.over(Core(tiny(), ROOM, constrain=lambda _: Grammar())).generate(asked)
         want = [r.ids for r in plain]
-        assert all((a + b) % 2 for ids in want for a, b in zip(ids, ids[1:], strict=False))
+        assert all((a + b) % 2 for ids in want for a, b in pairwise(ids))
         for quality in (0.5, 1.0):
             draft = Scripted(answers([[*r.prompt, *w] for r, w in zip(asked, want, strict=True)], quality))
             limits = replace(ROOM, spec_tokens=4, spec_tree=tree)
