@@ -113,7 +113,7 @@ def test_the_screen_says_what_to_do(demo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("probe", "MODEL", "--draft", "x"), 2, "--draft: drafts cannot be converted yet"),
+        (("probe", "MODEL", "--tp", 2, "--draft", "/nowhere"), 1, "/nowhere: does not exist"),
         (("probe", "MODEL", "--context", 0), 2, "not in the range"),
         (("probe", "MODEL", "--gpu-memory", -1), 2, "not in the range"),
         (("probe", "MODEL", "--arch", "sm1"), 2, "known are"),
