@@ -100,6 +100,9 @@ def prepared(wanted: Sequence[Asked], target: Target, headers_only: bool = False
 
 
 def _prepared(a: Asked, target: ModelConfig, mesh: Mesh, ranks: tuple[int, ...], headers_only: bool) -> Draft:
+    if not headers_only and not Path(a.model).exists():
+        # What headers tell is told before anything is downloaded.
+        _prepared(a, target, mesh, ranks, True)
     try:
         source = find(a.model, headers_only=headers_only)
         config = read_draft_config(source.config, target.text.layers)
