@@ -1,12 +1,13 @@
 """Drafts of an artifact: each a small one in draft/NAME, cut for the same mesh and bound to the target's digest."""
 
+from __future__ import annotations
+
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from convert.pipeline import Part, convert
 from convert.readers.find import find
 from convert.readers.sealed import DRAFTS, drafts, read_sealed
 from convert.readers.source import LICENCE_GLOBS, Source
@@ -19,6 +20,9 @@ from specs.draft import DraftConfig, check_partner, read_draft_config
 from specs.errors import ConfigError, InputError
 from specs.mesh import Mesh
 from specs.schema import load
+
+if TYPE_CHECKING:
+    from convert.pipeline import Part
 
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
@@ -96,6 +100,9 @@ def prepared(wanted: Sequence[Asked], target: Target, headers_only: bool = False
 
 
 def _prepared(a: Asked, target: ModelConfig, mesh: Mesh, ranks: tuple[int, ...], headers_only: bool) -> Draft:
+    if not headers_only and not Path(a.model).exists():
+        # What headers tell is told before anything is downloaded.
+        _prepared(a, target, mesh, ranks, True)
     try:
         source = find(a.model, headers_only=headers_only)
         config = read_draft_config(source.config, target.text.layers)
@@ -134,6 +141,9 @@ def write(
     part: Part | None = None,
 ) -> Report:
     """Puts a draft beside its finished target, or goes on with an unfinished one; nothing else is touched."""
+    # Here and not above: plans and probes read headers only and never wait for torch.
+    from convert.pipeline import convert
+
     made = replace(draft.plan, bound={**draft.plan.bound, "target": manifest.read(artifact)["digest"]})
     return convert(made, draft.source, artifact / DRAFTS / draft.name, workers, progress, command, part)
 

@@ -118,9 +118,12 @@ def rank_of(path: Path, rank: int, verify: bool) -> tuple[dict[str, Any], tuple[
     if not 0 <= rank < mesh.world:
         raise ArtifactError(f"{path}: has ranks 0..{mesh.world - 1} ({mesh}), rank {rank} was asked for")
     listed = {f["path"].rpartition("/")[0] for f in sealed["files"]}
-    if (own := f"weights/rank-{rank:02d}") not in listed:
-        held = ", ".join(sorted(f[-2:] for f in listed if f.startswith("weights/rank-")))
-        raise ArtifactError(f"{path}: holds ranks {held} only, rank {rank:02d} was asked for; convert that one too")
+    held = sorted(f[-2:] for f in listed if f.startswith("weights/rank-"))
+    # Of a draft for tp 1 every rank has all, and all of it is common.
+    if (own := f"weights/rank-{rank:02d}") not in listed and (held or mesh.tp > 1):
+        raise ArtifactError(
+            f"{path}: holds ranks {', '.join(held)} only, rank {rank:02d} was asked for; convert that one too"
+        )
     folders = [f for f in ("weights/common", own) if f in listed]
     mine = [f for f in sealed["files"] if f["path"].rpartition("/")[0] in ("", *folders)]
     phase = check_files(path, mine, verify)

@@ -28,7 +28,7 @@ from runtime_min.speculate.draft import Draft
 from runtime_min.speculate.drafting import Drafting
 from runtime_min.speculate.figures import Acceptance
 from runtime_min.speculate.open import opened, paced
-from runtime_min.speculate.verify import walk
+from runtime_min.speculate.verify import until, walk
 from runtime_min.text import Tokenizer
 from runtime_min.vision.encoder import Encoder
 from runtime_min.warm import warm
@@ -251,27 +251,22 @@ class Core:
 
     def _verified(self, e: Entry, results: list[list[float]]) -> list[Event]:
         """What the rows behind a token and its drafts mean: a run of tokens, up to the first that ends the request."""
+        assert self.pace is not None and self.accepted is not None
         a, start = e.active, e.length - 1
         path = walk(*([int(r[column]) for r in results] for column in (0, 3, 4)))
         finite = next((i for i, node in enumerate(path) if not results[node][1]), len(path))
-        tokens: list[int] = []
-        for node in path[:finite]:
-            tokens.append(int(results[node][0]))
-            if tokens[-1] in a.request.stops:
-                break
-        accepted = min(len(tokens), len(path) - 1)
-        news: dict[str, Any] = {"drafted": e.drafted, "accepted": accepted}
-        assert self.pace is not None and self.accepted is not None
+        # A drafted token may have spoilt even the rows before it: what is not finite is computed again without drafts.
+        a.drafting &= finite == len(path)
+        path = path[:finite]
+        tokens = until(a.request.stops, (int(results[node][0]) for node in path))
+        accepted = max(0, min(len(tokens), len(path) - 1))
         self.pace.heard(a.pace, accepted, min(e.drafted, self.pace.tokens, a.left - 1))
         self.accepted = self.accepted.plus(e.drafted, accepted)
-        told = [_logprob(results[node], e.rows[0]) for node in path[: len(tokens)]]
-        if finite < len(path) and len(tokens) == finite:
-            a.tokens += tokens
-            error = f"logits after token {start + finite + 1} are not finite; the request was ended"
-            news |= {"tokens": tuple(tokens), "logprobs": tuple(p for p in told if p is not None)}
-            return [self._end(a, "error", error=error, **news)]
         self._stands(a, start, path, tokens)
-        return [self._told(a, tokens, told, **news)]
+        if not tokens:
+            return []
+        told = [_logprob(results[node], e.rows[0]) for node in path[: len(tokens)]]
+        return [self._told(a, tokens, told, drafted=e.drafted, accepted=accepted)]
 
     def _stands(self, a: Active, start: int, path: list[int], tokens: list[int]) -> None:
         """Keeps of a verified step what was accepted."""

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from click.testing import CliRunner
 
 from convert.cli import main
 from convert.demo.drafts import write_draft
+from convert.demo.geometry import TINY
 from convert.drafts import all_asked, finished, prepared, write
 from convert.hub import wait
 from convert.hub.bundle import bundle
@@ -19,7 +21,7 @@ from convert.hub.wait import HubError
 from convert.repack.verify import verify
 from specs import manifest
 from specs.errors import ArtifactError, PlanError
-from tests.hub import Fault, Hub, hub, point_at
+from tests.hub import COMMIT, Fault, FolderRepo, Hub, hub, kiln, point_at
 from tests.lab import converted, copied, tree
 
 REPO = "someone/artifact"
@@ -144,3 +146,20 @@ def test_what_keeps_a_draft_from_being_published(sealed: Path, demo: Path, tmp_p
     copied(sealed / "draft/block", foreign / "draft/block")
     with pytest.raises(ArtifactError, match=f"not {manifest.read(foreign)['digest']}"):
         bundle(foreign)
+
+
+def test_a_hub_id_is_a_draft_too(server: Hub, plain: Path, tmp_path: Path) -> None:
+    """Pinned to its commit; one that does not fit is refused before its weights are downloaded."""
+    write_draft(tmp_path / "draft", "dflash")
+    write_draft(tmp_path / "wrong", "dflash", replace(TINY, layers=5))
+    server.repos |= {f"someone/{n}": FolderRepo(tmp_path / n) for n in ("draft", "wrong")}
+    artifact = copied(plain, tmp_path / "artifact")
+    refused = kiln(server, tmp_path, "draft", "artifact", "someone/wrong")
+    assert refused.returncode == 1 and "draft wrong: draft config.json: is for a target of 5 layers" in refused.stderr
+    assert server.sent < (tmp_path / "wrong/model.safetensors").stat().st_size / 4
+    done = kiln(server, tmp_path, "draft", "artifact", "someone/draft@main=block")
+    assert done.returncode == 0, done.stderr
+    assert manifest.read(artifact / "draft/block")["source"]["revision"] == COMMIT
+    add(copied(plain, tmp_path / "local"), tmp_path / "draft")
+    mine, local = tree(artifact / "draft/block"), tree(tmp_path / "local/draft/draft")
+    assert {n for n in mine if mine[n] != local[n]} == {"manifest.json"}

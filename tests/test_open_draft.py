@@ -70,10 +70,10 @@ def logits(artifact: Path, kind: str, ids: list[int], ranks: Ranks) -> tuple[Ten
     rows, step = found.draft.cache(cache), batch(cache, [(sequence, ids)])
     h = states(len(ids), len(found.draft.taps) * TINY.hidden)
     if isinstance(found.draft, Eagle3):
-        return found.draft.logits(found.draft.first(model._embedded(step.ids), h, step, rows)[1]), found.lines
+        return found.draft.logits(found.draft.first(model.embedded(step.ids), h, step, rows)[1]), found.lines
     found.draft.context(h, step, rows)
     step = batch(cache, [(sequence, [ids[0]] + [found.draft.mask_id] * (found.draft.block - 1))])
-    return found.draft.block_logits(model._embedded(step.ids), step, rows)[0], found.lines
+    return found.draft.block_logits(model.embedded(step.ids), step, rows)[0], found.lines
 
 
 def stated(folder: Path, kind: str, ids: list[int]) -> Tensor:

@@ -191,13 +191,14 @@ def opened(
     from convert.drafts import all_asked, prepared
     from convert.readers.find import find
 
-    wanted = all_asked(draft, model)
-    if not stream and not Path(model).exists():
-        first = make(find(model, headers_only=True))
-        prepared(wanted, first, headers_only=True)
-    source = find(model, stream=stream)
+    remote = not stream and not Path(model).exists()
+    source = find(model, headers_only=remote, stream=stream)
     made = make(source)
-    return source, made, prepared(wanted, made)
+    drafts = prepared(all_asked(draft, model), made)
+    if remote:
+        source = find(model)
+        made = make(source)
+    return source, made, drafts
 
 
 def ensure_demo(path: Path) -> None:

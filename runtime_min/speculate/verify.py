@@ -13,7 +13,7 @@ streams of their own; those of a position decide only in the step that settles i
 Source: Leviathan et al. 2023, Chen et al. 2023.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -43,3 +43,13 @@ def walk(chosen: Sequence[int], tokens: Sequence[int], parents: Sequence[int]) -
     while (child := children.get((path[-1], chosen[path[-1]]))) is not None:
         path.append(child)
     return path
+
+
+def until(stops: Collection[int], tokens: Iterable[int]) -> list[int]:
+    """The tokens up to the first stop, and that one."""
+    out: list[int] = []
+    for token in tokens:
+        out.append(token)
+        if token in stops:
+            break
+    return out
