@@ -290,7 +290,7 @@ def test_a_draft_of_another_target_is_not_this_ones(artifact: Path, demo: Path, 
 
 def test_a_reshard_takes_its_drafts_along(demo: Path, sources: Path, tmp_path: Path) -> None:
     """From the draft's own stored bytes: the sources are gone by then."""
-    names = ["dflash", "eagle3.1-mla", "no-head", "padded"]
+    names = ["dflash", "eagle3.1-mla", "no-head", "padded", "short"]
     mine = tmp_path / "sources"
     for name in names:
         shutil.copytree(sources / name, mine / name)
@@ -301,7 +301,11 @@ def test_a_reshard_takes_its_drafts_along(demo: Path, sources: Path, tmp_path: P
     shutil.rmtree(mine)
     result = kiln("convert", first, "--world", 4, "--tp", 4, "--out", again)
     assert result.exit_code == 0, result.stderr
-    assert tree(again) == tree(direct)
+    # t2d, which nobody reads, was in that file and is in no artifact: the papers of that draft tell of it.
+    differ = {n for n, d in tree(direct).items() if tree(again)[n] != d}
+    assert differ == {"draft/short/manifest.json"} and tree(again).keys() == tree(direct).keys()
+    logical = [manifest.read(out / "draft/short")["logical"] for out in (direct, again)]
+    assert logical[0] == logical[1]
     text = kiln("plan", first, "--tp", 2).stdout
     assert all(f"draft    {name}: " in text for name in names)
 

@@ -12,12 +12,15 @@ from torch import Tensor
 from convert.demo.checkpoint import write_demo
 from convert.demo.drafts import DRAFT_KINDS, DraftKind, write_draft
 from convert.demo.geometry import TINY
-from convert.drafts import all_asked, prepared, write
+from convert.drafts import all_asked, finished, prepared, write
 from runtime_min.artifact import Artifact, sha256
 from runtime_min.drafts import Eagle3, open_draft
 from runtime_min.drafts.open import names, require_names
+from runtime_min.kernels.choose import chooser
+from runtime_min.kernels.compile import of_draft, recorded
 from runtime_min.kv import batch
 from runtime_min.models.decoder import Decoder, Settings
+from runtime_min.models.shapes import of_artifact
 from runtime_min.ops import REF
 from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
@@ -33,8 +36,7 @@ CPU = torch.device("cpu")
 
 
 def add(artifact: Path, *drafts: Path) -> None:
-    opened = Artifact.open(artifact)
-    for draft in prepared(all_asked([str(d) for d in drafts], artifact), opened.config, opened.mesh):
+    for draft in prepared(all_asked([str(d) for d in drafts], artifact), finished(artifact)):
         write(draft, artifact, 1)
 
 
@@ -169,3 +171,18 @@ def test_a_draft_of_another_target_is_refused(made: Path, tmp_path: Path) -> Non
             f |= {"size": (path / "config.json").stat().st_size, "sha256": sha256(path / "config.json")}
     resealed(path, {"files": files})
     refused(copy, "dflash", "is for a target of 61 layers, this one has 3", ConfigError)
+
+
+def test_kernels_of_an_artifact_s_drafts_are_recorded(made: Path) -> None:
+    """Compiled ahead, they are there when a draft is opened: its products have sizes that the target's have not."""
+    opened = Artifact.open(made / "a2")
+    shapes = of_artifact(opened, torch.bfloat16)
+
+    def products(*kinds: str) -> set[int]:
+        drafts = [of_draft(opened, made / "a2/draft" / kind) for kind in kinds]
+        text, mesh = opened.config.text, opened.mesh
+        found = recorded(text, mesh, shapes, torch.bfloat16, chooser("sm90"), drafts=drafts).variants
+        return {int(dict(v.constants)["K"]) for v in found if v.kernel == "linear.product"}
+
+    found = products("eagle3.1-mla", "dflash") - products()
+    assert found >= {2 * TINY.hidden, 3 * TINY.hidden}, found

@@ -5,10 +5,13 @@ Nothing waits for the card and every shape follows from shapes, so that a step c
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 # Queries of a sequence at a time: bounds the mask of a long prompt.
 SLICE = 1024
+# Those that take any mask.
+BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def gqa(
@@ -39,10 +42,11 @@ def gqa(
         # The heads of a group are more queries to the same keys.
         x = q[token].view(*token.shape, -1, group, head).permute(0, 2, 3, 1, 4).flatten(2, 3)
         mask = (seen & (keys >= 0)[:, None]).repeat(1, group, 1)[:, None]
-        y = scaled_dot_product_attention(x, k, v, attn_mask=mask, scale=scale)
+        with sdpa_kernel(BACKENDS):
+            y = scaled_dot_product_attention(x, k, v, attn_mask=mask, scale=scale)
         out.append(y.reshape(len(token), -1, group, len(i), head).permute(0, 3, 1, 2, 4).flatten(2, 3))
-    every = torch.arange(tokens, device=q.device)
-    sequence = torch.searchsorted(cu_q, every, right=True, out_int32=True).long() - 1
+    every = torch.arange(tokens, dtype=cu_q.dtype, device=q.device)
+    sequence = torch.searchsorted(cu_q, every, right=True) - 1
     return torch.cat(out, 1)[sequence, every - first[sequence]]
 
 
