@@ -105,11 +105,13 @@ class Sampler:
             tokens = tokens.index_copy(0, at, draw(biased[at], how))
         if nodes is not None:
             tokens = _judged(tokens, biased, rows, nodes)
-        targets = upload(np.array([-1 if r.target is None else r.target for r in rows], np.int64), device)
+        # What verified rows leave is counted once it is known which of them stand.
+        kept = [self.nowhere if r.slot is None or r.behind is not None else r.slot for r in rows]
+        whole = np.array([kept, [-1 if r.target is None else r.target for r in rows]], np.int64)
+        slots, targets = upload(whole, device).unbind(0)
         told = torch.where(targets >= 0, targets, tokens)
         found = agreed(_results(raw, tokens, finite, told, tops, nodes))
         tokens = found[:, 0].long()
-        slots = self._slots([None if r.behind is not None else r.slot for r in rows])
         self.last.index_copy_(0, slots, tokens)
         if any(r.sampling.penalised and r.slot is not None for r in rows):
             self.counts.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.int32), accumulate=True)
@@ -130,15 +132,12 @@ class Sampler:
             tokens = tokens.index_copy(0, at, draw(raw[at], how, DRAFT))
         return tokens, raw
 
-    def _slots(self, slots: list[int | None]) -> Tensor:
-        return upload(np.array([self.nowhere if s is None else s for s in slots], np.int64), self.last.device)
-
     def biased(self, raw: Tensor, rows: list[Row], nodes: Tensor | None) -> Tensor:
         """Logits after penalties, biases and masks. nodes: the tokens that rows stand behind."""
         device = raw.device
         if any(r.sampling.penalised and r.slot is not None for r in rows):
             weights = [(r.sampling.presence, r.sampling.frequency, r.sampling.repetition) for r in rows]
-            slots = self._slots([r.slot for r in rows])
+            slots = upload(np.array([self.nowhere if r.slot is None else r.slot for r in rows], np.int64), device)
             counts, seen = self.counts[slots], self.seen[slots]
             pairs = [(i, place) for i, r in enumerate(rows) if r.sampling.penalised for place in r.behind or ()]
             if pairs and nodes is not None:

@@ -120,6 +120,14 @@ def test_generate_with_a_draft(artifact: Path) -> None:
         assert found["drafts"]["drafts"] > 0 and found["drafts"]["mean_accept_length"] >= 1
 
 
+def test_chat_tells_the_accept_length_of_an_answer(artifact: Path) -> None:
+    args = ("chat", artifact, "--device", "cpu", "--cache-tokens", 1024, "--max-tokens", 12, "--temperature", 0)
+    for more, there in ((("--draft", "eagle3-llama"), True), ((), False)):
+        done = CliRunner().invoke(main, [str(a) for a in (*args, *more)], input="Hello\n", catch_exceptions=False)
+        assert done.exit_code == 0 and "[12 tokens, " in done.stdout
+        assert (", accept length 1." in done.stdout) == there
+
+
 def test_unknown_drafts_and_lone_options_are_refused(artifact: Path, demo: Path, tmp_path: Path) -> None:
     args = ("generate", artifact, "--device", "cpu", "--ids", "1")
     result = run(*args, "--draft", "other")
