@@ -22,7 +22,7 @@ def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
     return (
         f"device: {device.type}, {here}; torch {torch.__version__}, {_triton()}",
         f"mesh: {mesh.world} ranks, TP {mesh.tp}, EP {mesh.ep}; a rank has {d.experts // mesh.ep} experts of width "
-        f"{d.moe_ff // mesh.etp} and {d.heads // mesh.tp} heads",
+        f"{d.moe_ff // mesh.etp} and {d.heads // mesh.tp} heads; sums between ranks: {core.ranks.sums}",
         f"compute: {_kernels(core)}, {str(model.settings.dtype).removeprefix('torch.')}; pictures: "
         f"{'yes' if core.bounds.sees else 'no vision part'}; drafts: none",
         f"tuning: {_tuning(core, artifact)}",

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import click
 
+from runtime_min.collectives import SUMS
 from runtime_min.launch import DTYPES, Run
 
 
@@ -29,6 +30,12 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
                 default=None,
                 help="[default: triton on cuda, ref on cpu]",
             ),
+            click.option(
+                "--sums",
+                type=click.Choice(SUMS),
+                default=None,
+                help="How ranks on GPUs add up.  [default: symmetric where the GPUs allow it, else nccl]",
+            ),
             click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
             click.option(
                 "--no-verify", is_flag=True, help="Do not check this rank's files by sha256 before loading them."
@@ -40,9 +47,17 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def chosen(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool
+    artifact: Path,
+    device: str | None,
+    dtype: str | None,
+    ops: str | None,
+    sums: str | None,
+    inner_eps: float,
+    no_verify: bool,
 ) -> Run:
-    return Run(artifact=artifact, device=device, dtype=dtype, ops=ops, inner_eps=inner_eps, verify=not no_verify)
+    return Run(
+        artifact=artifact, device=device, dtype=dtype, ops=ops, inner_eps=inner_eps, verify=not no_verify, sums=sums
+    )
 
 
 def limit_options(command: Callable[..., None]) -> Callable[..., None]:
