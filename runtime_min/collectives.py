@@ -122,11 +122,11 @@ class Symmetric:
         if x.dtype not in DTYPES or size > len(self.buffer) or size % WORD or x.data_ptr() % WORD:
             dist.all_reduce(x)
             return
-        mine = self.buffer[:size].view(x.dtype).view(x.shape)
+        # A copy of its own: torch's one-shot kernel that copies signals before all threads of a block have stored.
+        mine = self.buffer[:size].view(x.dtype).view(x.shape).copy_(x)
         if size <= self.one_shot:
-            torch.ops.symm_mem.one_shot_all_reduce_copy_out(mine, x, "sum", self.group, x)
+            torch.ops.symm_mem.one_shot_all_reduce_out(mine, "sum", self.group, x)
         else:
-            mine.copy_(x)
             torch.ops.symm_mem.two_shot_all_reduce_out(mine, "sum", self.group, x)
 
 

@@ -84,32 +84,31 @@ def test_each_message_goes_where_it_is_taken(monkeypatch: pytest.MonkeyPatch) ->
     """torch's kernels are stood in for by what they do to one rank: they double what was put into the buffer."""
     called: list[str] = []
 
-    def one_shot(buffer: Any, x: Any, op: str, group: str, out: Any) -> None:
-        called.append("one-shot")
-        assert buffer.shape == x.shape == out.shape and op == "sum" and group == "g"
-        out.copy_(2 * x)
+    def shot(name: str) -> Any:
+        def op(buffer: Any, how: str, group: str, out: Any) -> None:
+            called.append(name)
+            assert buffer.shape == out.shape and (how, group) == ("sum", "g")
+            out.copy_(2 * buffer)
 
-    def two_shot(buffer: Any, op: str, group: str, out: Any) -> None:
-        called.append("two-shot")
-        out.copy_(2 * buffer)
+        return op
 
     def plain(x: Any) -> None:
         called.append("plain")
         x.mul_(2)
 
-    monkeypatch.setattr(torch.ops.symm_mem, "one_shot_all_reduce_copy_out", one_shot, raising=False)
-    monkeypatch.setattr(torch.ops.symm_mem, "two_shot_all_reduce_out", two_shot, raising=False)
+    for name in ("one_shot", "two_shot"):
+        monkeypatch.setattr(torch.ops.symm_mem, f"{name}_all_reduce_out", shot(name))
     monkeypatch.setattr(collectives.dist, "all_reduce", plain)
     add = Symmetric(buffer=torch.zeros(BUFFER, dtype=torch.uint8), group="g", one_shot=ONE_SHOT[8])
     half = torch.bfloat16
-    sizes = {18: "one-shot", 19: "two-shot", 585: "two-shot", 586: "plain"}
+    sizes = {18: "one_shot", 19: "two_shot", 585: "two_shot", 586: "plain"}
     for tokens, how in sizes.items():
         x = torch.randn(tokens, 7168).to(half)
         want = 2 * x
         add(x)
         assert called.pop() == how and torch.equal(x, want)
     for x, how in (
-        (torch.ones(8), "one-shot"),
+        (torch.ones(8), "one_shot"),
         (torch.ones(7), "plain"),
         (torch.ones(9)[1:], "plain"),
         (torch.ones(8, dtype=torch.float64), "plain"),
