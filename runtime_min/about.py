@@ -32,10 +32,10 @@ def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
 def _card(device: torch.device) -> str:
     name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return f"{name} (sm{major}{minor}), driver {_driver()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    return f"{name} (sm{major}{minor}), driver {driver()}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
-def _driver() -> str:
+def driver() -> str:
     """The version of the kernel module, which alone knows it without a further library."""
     try:
         found = VERSION.search(DRIVER.read_text())
