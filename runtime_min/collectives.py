@@ -1,8 +1,8 @@
 """How ranks on GPUs add up: where each of them is, what they can use, and a first sum on the clock.
 
-Symmetric memory is torch's: a buffer of each rank that its peers read over NVLink or PCIe, without multicast. It is
-used where all ranks share one host, TP is the world, there are 2, 4 or 8 of them, each card reaches every other, and a
-first sum through it comes out right. Otherwise, and for messages it does not take, NCCL adds up; on a CPU gloo does.
+NCCL adds up, on a CPU gloo. Symmetric memory is for those who ask for it: torch's buffers of each rank that its peers
+read over NVLink or PCIe, without multicast. It takes ranks that share one host where TP is the world, there are 2, 4 or
+8 of them, each card reaches every other, and a first sum through it comes out right; NCCL takes what it cannot.
 """
 
 import atexit
@@ -21,7 +21,7 @@ from torch import Tensor
 from specs.errors import InputError
 from specs.mesh import Mesh
 
-SUMS = ("nccl", "symmetric")
+SUMS = ("nccl", "symmetric", "auto")
 # Seconds that the first sum may take once all ranks are there.
 PATIENCE = 60.0
 BUFFER = 8 << 20
@@ -184,14 +184,16 @@ def first(places: Sequence[Place], rank: int, device: torch.device) -> None:
 def symmetric(
     places: Sequence[Place], mesh: Mesh, rank: int, device: torch.device, every: Callable[[Any], list[Any]]
 ) -> tuple[Symmetric | None, str]:
-    """Symmetric memory if it was not declined and works, and what the sums use, in words. SumsError if it was asked
-    for and does not work. every: each rank's object, on every rank."""
+    """Symmetric memory if it was asked for, and what the sums use, in words. SumsError if "symmetric" does not work;
+    "auto" is then NCCL, and says why. every: each rank's object, on every rank."""
     asked = places[rank].sums
     plain = "gloo" if places[0].card is None else "NCCL"
     if asked == "nccl":
         if places[0].card is None:
             raise SumsError("--sums nccl: the ranks are on the CPU, where gloo adds up; leave it out")
         return None, "NCCL (asked for)"
+    if asked is None:
+        return None, plain
     lacking, made = why_not(places, mesh), None
     if lacking is None:
         made, found = _opened(mesh.world, rank, device, str(places[rank]))
@@ -202,7 +204,7 @@ def symmetric(
             f"symmetric memory, one-shot up to {made.one_shot >> 10} KiB, two-shot up to {BUFFER >> 10} KiB, NCCL above"
         )
     if asked == "symmetric":
-        raise SumsError(f"--sums symmetric: {lacking}; use --sums nccl, or leave it out")
+        raise SumsError(f"--sums symmetric: {lacking}; use --sums nccl or auto, or leave it out")
     return None, plain if plain == "gloo" else f"NCCL, for want of symmetric memory: {lacking}"
 
 

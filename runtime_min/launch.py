@@ -36,8 +36,7 @@ class DeviceError(InputError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What every rank needs to know. `dtype` and `ops` None mean the device's default. `verify`: sha256 of this rank's
-    files. `check`: compare kernels with their definitions first. `sums`: how ranks on GPUs add up, None for the better
-    one that works."""
+    files. `check`: compare kernels with their definitions first. `sums`: how ranks on GPUs add up, None for NCCL."""
 
     artifact: Path
     device: str | None = None

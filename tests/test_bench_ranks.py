@@ -44,6 +44,7 @@ def left(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "r"
 
 
+@pytest.mark.slow
 def test_a_run_leaves_every_part(left: Path) -> None:
     found = json.loads(left.with_suffix(".json").read_text())
     facts, rows = found["facts"], found["rows"]

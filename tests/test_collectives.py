@@ -61,19 +61,20 @@ def chosen(monkeypatch: pytest.MonkeyPatch, sums: str | None, opened: tuple[Any,
 
 def test_what_was_asked_for_is_used_or_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     works = Symmetric(buffer=torch.zeros(16, dtype=torch.uint8), group="g", one_shot=1024), None
-    made, told = chosen(monkeypatch, None, works)
+    made, told = chosen(monkeypatch, "auto", works)
     assert made is works[0] and told.startswith("symmetric memory, one-shot up to 1 KiB")
     assert chosen(monkeypatch, "symmetric", works)[0] is works[0]
     assert chosen(monkeypatch, "nccl", works) == (None, "NCCL (asked for)")
     broken = None, "rank 0: no such thing"
-    assert chosen(monkeypatch, None, broken) == (
+    assert chosen(monkeypatch, None, works) == (None, "NCCL")
+    assert chosen(monkeypatch, "auto", broken) == (
         None,
         "NCCL, for want of symmetric memory: rank 0: no such thing",
     )
     with pytest.raises(SumsError, match="--sums symmetric: rank 0: no such thing; use --sums nccl"):
         chosen(monkeypatch, "symmetric", broken)
     assert chosen(monkeypatch, None, works, card=None) == (None, "gloo")
-    for sums in collectives.SUMS:
+    for sums in ("nccl", "symmetric"):
         with pytest.raises(SumsError, match=f"--sums {sums}: the ranks are on the CPU"):
             chosen(monkeypatch, sums, works, card=None)
     with pytest.raises(SumsError, match="one rank has nothing to add up"):

@@ -62,7 +62,6 @@ class Where:
 
 CPU = Where(device="cpu", world=2, exact="float64", bound=1e-9, steps=16, requests=6)
 CUDA = Where(device="cuda", world=GPUS, exact="float32", bound=2e-4, steps=500, requests=500)
-BOTH = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=GPU)]
 # Where other tests do the same on a CPU.
 MOSTLY = [pytest.param(CPU, id="cpu", marks=pytest.mark.slow), pytest.param(CUDA, id="cuda", marks=GPU)]
 ALONE = [pytest.param(CUDA, id="cuda", marks=GPU)]
@@ -141,7 +140,7 @@ APART = pytest.mark.skipif(not REACH, reason="needs GPUs that read each other's 
         pytest.param(CPU, None, torch.float32, id="cpu"),
         *(
             pytest.param(CUDA, sums, dtype, id=f"cuda-{sums}-{dtype}", marks=[*GPU, *marks])
-            for sums, marks in ((None, []), ("nccl", []), ("symmetric", [APART]))
+            for sums, marks in (("auto", []), ("nccl", []), ("symmetric", [APART]))
             for dtype in (torch.bfloat16, torch.float32)
         ),
     ],
@@ -171,7 +170,7 @@ def ids_for(vocab: int) -> Tensor:
     ("where", "sums"),
     [
         pytest.param(CPU, None, id="cpu", marks=pytest.mark.slow),
-        pytest.param(CUDA, None, id="cuda", marks=GPU),
+        pytest.param(CUDA, "auto", id="cuda", marks=GPU),
         pytest.param(CUDA, "nccl", id="cuda-nccl", marks=GPU),
     ],
 )
@@ -241,7 +240,7 @@ def graphs_task(model: Decoder, artifact: Artifact, counts: tuple[int, ...]) -> 
     return wrong
 
 
-@pytest.mark.parametrize("sums", [None, "nccl"])
+@pytest.mark.parametrize("sums", ["auto", "nccl"])
 @pytest.mark.parametrize("kind", ["tp", "ep"])
 @pytest.mark.parametrize("where", ALONE)
 def test_graphs_across_ranks_give_the_bits_of_eager_steps(
@@ -272,7 +271,7 @@ def decode_task(model: Decoder, artifact: Artifact, steps: int) -> list[list[lis
 @pytest.mark.parametrize(
     ("where", "kind"),
     [
-        pytest.param(CPU, "ep", id="cpu"),
+        pytest.param(CPU, "ep", id="cpu", marks=pytest.mark.slow),
         *(pytest.param(CUDA, kind, id=f"cuda-{kind}", marks=GPU) for kind in ("tp", "ep")),
     ],
 )
@@ -346,7 +345,7 @@ def serving() -> Iterator[list[subprocess.Popen[str]]]:
         process.wait()
 
 
-@pytest.mark.parametrize("where", BOTH)
+@pytest.mark.parametrize("where", MOSTLY)
 def test_the_server_answers_everyone_and_says_that_a_rank_died(
     made: Make, where: Where, serving: list[subprocess.Popen[str]]
 ) -> None:

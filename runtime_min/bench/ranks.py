@@ -121,7 +121,7 @@ def work(rank: int, plan: Plan, kernels: Kernels, init: str) -> None:
     device = torch.device(plan.device, rank) if plan.device == "cuda" else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    group = ranks.join(plan.mesh, rank, plan.mesh.world, device, init)
+    group = ranks.join(plan.mesh, rank, plan.mesh.world, device, init, "auto")
     facts, rows = plan.facts | {"sums": group.sums}, list[Row]()
     try:
         for row in bench(plan, kernels, group, device):

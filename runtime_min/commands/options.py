@@ -34,7 +34,7 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
                 "--sums",
                 type=click.Choice(SUMS),
                 default=None,
-                help="How ranks on GPUs add up.  [default: symmetric where the GPUs allow it, else nccl]",
+                help="How ranks on GPUs add up; auto is symmetric where the GPUs allow it.  [default: nccl]",
             ),
             click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
             click.option(
