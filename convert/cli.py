@@ -5,6 +5,7 @@ import click
 from convert.commands.ask import doctor, probe
 from convert.commands.check import inspect, verify
 from convert.commands.common import Kiln
+from convert.commands.draft import draft
 from convert.commands.hub import fetch, publish
 from convert.commands.make import convert, demo, plan
 
@@ -19,6 +20,7 @@ def main() -> None:
     kiln plan moonshotai/Kimi-K2.6 --tp 8      what would be written, from headers alone
     kiln convert CHECKPOINT --tp 8 --out DIR   write it, resume it, seal it
     kiln convert DIR --tp 4 --out OTHER        cut it again, without the checkpoint
+    kiln draft DIR DRAFT                       add a speculative draft to a finished artifact
     kiln verify DIR --against CHECKPOINT       prove it, bit for bit
     kiln doctor DIR                            will it serve from this machine?
     kiln publish DIR OWNER/NAME                send it to the hub, and prove that it arrived
@@ -28,5 +30,5 @@ def main() -> None:
     """
 
 
-for command in (demo, probe, plan, convert, verify, inspect, doctor, publish, fetch):
+for command in (demo, probe, plan, convert, draft, verify, inspect, doctor, publish, fetch):
     main.add_command(command)

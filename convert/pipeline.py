@@ -148,7 +148,7 @@ def already_there(plan: Plan, source: Source, out: Path) -> Report | None:
     if found["plan"] != plan.digest or provenance.read(out).get("source_state") != source.state:
         raise PlanError(
             f"{out}: holds a finished artifact of another source, mesh or version, or a fetched one; "
-            "choose another --out or delete it"
+            "choose another --out (of a draft: another name) or delete it"
         )
     shutil.rmtree(out / FOLDER, ignore_errors=True)
     return Report(out=out, seconds=0.0, logical=found["logical"], already_there=True)

@@ -5,8 +5,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from convert.readers.sealed import drafts
 from convert.report import Report, peak_memory
 from convert.shard.plan import Plan, legal_values
+from specs import manifest
+from specs.dims import ModelConfig
 from specs.mesh import spell
 
 
@@ -68,6 +71,7 @@ def plan_facts(plan: Plan, workers: int, identity: dict[str, Any]) -> dict[str, 
 
 
 def plan_text(plan: Plan, facts: dict[str, Any], free: int) -> str:
+    assert isinstance(plan.config, ModelConfig)
     t, mesh = plan.config.text, plan.mesh
     rows = [["family", "on each rank", "stored", "tensors a rank", ""]]
     for f in facts["families"]:
@@ -168,7 +172,19 @@ def inspect_facts(path: Path, sealed: dict[str, Any], provenance: dict[str, Any]
         "source": source,
         "folders": dict(folders),
         "dropped": sealed["coverage"]["dropped"],
+        "drafts": [_inspected(folder) for folder in drafts(path)],
         "provenance": {k: provenance.get(k) for k in ("created", "command", "packages")},
+    }
+
+
+def _inspected(folder: Path) -> dict[str, Any]:
+    m = manifest.read(folder)
+    return {
+        "name": folder.name,
+        "kind": m.get("kind"),
+        "target": m.get("target"),
+        "bytes": sum(f["size"] for f in m["files"]),
+        "digest": m["digest"],
     }
 
 
@@ -189,6 +205,7 @@ def inspect_text(facts: dict[str, Any]) -> str:
             f"layouts  {', '.join(facts['layouts'])}",
             *(f"logical  {part}: {digest}" for part, digest in facts["logical"].items()),
             f"manifest {facts['digest']}",
+            *(f"draft    {d['name']}: {d['kind']}, {size(d['bytes'])}" for d in facts["drafts"]),
             *([f"made     {made['created']}: {made['command']}"] if made["created"] is not None else []),
             "",
             table(rows),

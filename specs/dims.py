@@ -108,3 +108,8 @@ class ModelConfig:
     vision: VisionDims | None
     ids: TokenIds
     warnings: tuple[str, ...] = ()
+
+    @property
+    def parts(self) -> dict[str, TextDims | VisionDims | None]:
+        """Sizes by the parts of the spec; None is a part that this model does not have."""
+        return {"text": self.text, "vision": self.vision}

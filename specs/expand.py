@@ -1,16 +1,18 @@
 """Rows x index ranges -> every output tensor and every source tensor, by name, with integer shapes. No bytes."""
 
 import fnmatch
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
 from specs.dims import ModelConfig, TextDims, VisionDims
+from specs.draft import DraftConfig
 from specs.errors import HeaderError, SpecError
 from specs.schema import INDEX, Row, Spec
 
 WORD_DTYPES = {"weight_packed": ("I32",), "weight_scale": ("BF16",), "weight_shape": ("I32", "I64")}
+Dims = TextDims | VisionDims | DraftConfig
 NEIGHBOURS = ("weight_g_idx", "weight_zero_point", "input_scale")
 
 
@@ -82,14 +84,14 @@ def tensor_names(form: str, stem: str) -> tuple[str, ...]:
     return (stem,) if form == "dense" else tuple(f"{stem}.{suffix}" for suffix in WORD_DTYPES)
 
 
-def expand(spec: Spec, config: ModelConfig, header: Collection[str]) -> Expanded:
-    """The full table for this model. `header` decides only which name prefix is in use."""
+def expand(spec: Spec, config: ModelConfig | DraftConfig, header: Collection[str]) -> Expanded:
+    """The full table for this model. `header` decides only which name prefix is in use, and which optional rows are."""
     prefixes = _prefixes(spec, header)
     items: list[Item] = []
     expected: dict[str, Expected] = {}
     parts: dict[str, str] = {}
     for part_name, part in spec.parts.items():
-        dims = {"text": config.text, "vision": config.vision}[part_name]
+        dims = config.parts[part_name]
         if dims is None:
             continue
         ranges = {k: (_size(spec, dims, low), _size(spec, dims, high)) for k, (low, high) in part.ranges.items()}
@@ -97,6 +99,8 @@ def expand(spec: Spec, config: ModelConfig, header: Collection[str]) -> Expanded
             family = _family(spec, part_name, row, dims, ranges)
             wanted = [_expected(family, j) for j in range(len(row.sources))]
             for item in _items(family, ranges, prefixes):
+                if row.optional and not any(name in header for name in item.source_names()):
+                    continue
                 items.append(item)
                 for stems in item.sources:
                     for stem, table in zip(stems, wanted, strict=True):
@@ -108,10 +112,13 @@ def expand(spec: Spec, config: ModelConfig, header: Collection[str]) -> Expanded
 
 
 def _prefixes(spec: Spec, header: Collection[str]) -> dict[str, str]:
-    """Per prefix name, the spelling under which its anchor tensor exists."""
+    """Per prefix name, the spelling under which its anchor tensor exists; any, if that may be absent and is."""
     chosen = {}
+    rows = [row for part in spec.parts.values() for row in part.rows]
     for name, options in spec.prefixes.items():
-        found = [p for p in options if spec.anchors[name].replace(f"{{{name}}}", p) in header]
+        found: Sequence[str] = [p for p in options if spec.anchors[name].replace(f"{{{name}}}", p) in header]
+        if not found and any(row.optional and spec.anchors[name] in row.sources for row in rows):
+            found = options[:1]
         if len(found) != 1:
             tried = ", ".join(spec.anchors[name].replace(f"{{{name}}}", p) for p in options)
             state = "none of" if not found else "more than one of"
@@ -122,7 +129,7 @@ def _prefixes(spec: Spec, header: Collection[str]) -> dict[str, str]:
     return chosen
 
 
-def _size(spec: Spec, dims: TextDims | VisionDims, name: str) -> int:
+def _size(spec: Spec, dims: Dims, name: str) -> int:
     if name.isdigit():
         return int(name)
     value = getattr(dims, name, None)
@@ -131,9 +138,7 @@ def _size(spec: Spec, dims: TextDims | VisionDims, name: str) -> int:
     return value
 
 
-def _family(
-    spec: Spec, part: str, row: Row, dims: TextDims | VisionDims, ranges: Mapping[str, tuple[int, int]]
-) -> Family:
+def _family(spec: Spec, part: str, row: Row, dims: Dims, ranges: Mapping[str, tuple[int, int]]) -> Family:
     take = None
     if row.take is not None:
         axis, low, high = row.take

@@ -14,14 +14,14 @@ from specs.mesh import Axis
 
 FORMATS = ("dense", "ct_int4_g32")
 LAYOUTS = ("plain", "int4_tile")
-DTYPES = ("BF16", "F32")
+DTYPES = ("BF16", "F32", "I64")
 MESH_AXES: tuple[Axis, ...] = ("tp", "ep", "etp")
 INDEX = re.compile(r"\{(\w+)\}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """One family of output tensors; sizes are names of specs/dims.py fields."""
+    """One family of output tensors; sizes are names of specs/dims.py fields. optional: a checkpoint may lack it."""
 
     to: str
     sources: tuple[str, ...]
@@ -34,6 +34,7 @@ class Row:
     layout: str
     split: dict[Axis, str]
     stack: str | None
+    optional: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -160,7 +161,7 @@ def _whole(path: str, rows: tuple[Row, ...]) -> None:
 
 
 def _row(path: str, value: object, ranges: Mapping[str, object], prefixes: tuple[str, ...]) -> Row:
-    r = Reader(path, value, ("to", "from", "format", "dtype", "shape", "merge", "take", "layout", "split"))
+    r = Reader(path, value, ("to", "from", "format", "dtype", "shape", "merge", "take", "layout", "split", "optional"))
     to, raw = r.need("to", str), r.need("from", (str, list))
     sources = (raw,) if isinstance(raw, str) else tuple(raw)
     form = _word(r, "format", "dense", FORMATS)
@@ -199,6 +200,7 @@ def _row(path: str, value: object, ranges: Mapping[str, object], prefixes: tuple
         layout=_word(r, "layout", "plain", LAYOUTS),
         split=split,
         stack=stack,
+        optional=r.optional("optional", bool, False),
     )
 
 

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from convert.cli import main
+from convert.demo.drafts import write_draft
 from convert.probe import card, host, kernels
 from convert.probe.doctor import Gpu, Patient, doctor
 from convert.probe.line import Line, go
@@ -113,7 +114,7 @@ def test_the_screen_says_what_to_do(demo: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("args", "code", "said"),
     [
-        (("probe", "MODEL", "--draft", "x"), 2, "--draft: drafts cannot be converted yet"),
+        (("probe", "MODEL", "--tp", 2, "--draft", "/nowhere"), 1, "/nowhere: does not exist"),
         (("probe", "MODEL", "--context", 0), 2, "not in the range"),
         (("probe", "MODEL", "--gpu-memory", -1), 2, "not in the range"),
         (("probe", "MODEL", "--arch", "sm1"), 2, "known are"),
@@ -302,11 +303,13 @@ def test_doctor_of_a_damaged_artifact(sealed: Path, tmp_path: Path) -> None:
     assert lines["seal"].verdict == "no-go" and "no finished artifact" in lines["seal"].found
 
 
-def test_probe_does_not_wait_for_torch(demo: Path) -> None:
-    """Answers in seconds also where importing torch takes many."""
+def test_probe_does_not_wait_for_torch(demo: Path, tmp_path: Path) -> None:
+    """Answers in seconds also where importing torch takes many; of a draft too."""
+    write_draft(tmp_path / "draft", "dflash")
+    flags = ["--draft", str(tmp_path / "draft")]
     code = "import sys; from convert.cli import main; main(sys.argv[1:], standalone_mode=False)"
     code += "; sys.exit('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code, "probe", str(demo), "--tp", "2"], capture_output=True)
+    done = subprocess.run([sys.executable, "-c", code, "probe", str(demo), "--tp", "2", *flags], capture_output=True)
     assert done.returncode == 0, done.stderr
 
 

@@ -232,7 +232,7 @@ def test_a_broken_spec_is_refused_with_its_path(change: Callable[[dict[str, Any]
 
 
 def test_names_and_archs() -> None:
-    assert names() == ["kimi_k2_6"]
+    assert names() == ["dflash", "eagle3_llama", "eagle3_mla", "kimi_k2_6"]
     assert archs()["sm120"]["shared_bytes"] == 101_376
     with pytest.raises(SpecError, match="no spec named"):
         load("gpt")

@@ -54,7 +54,7 @@ def probe(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Ask whether MODEL can be converted and served, before anything moves.
+    """Ask whether MODEL can be converted and served, before anything moves. MODEL may be a draft too.
 
     Reads headers alone: of a hub id some 30 MB by byte range, never the weights. Every line says go, warn or no-go,
     what was found and what to do. Exit code 0 unless a line says no-go.
@@ -62,7 +62,7 @@ def probe(
     from convert.probe.probe import Question
     from convert.probe.probe import probe as ask
 
-    mesh = checked(arch, world, tp, ep, draft)
+    mesh = checked(arch, world, tp, ep)
     question = Question(
         model=model,
         mesh=mesh,
@@ -71,6 +71,7 @@ def probe(
         workers=workers or workers_default(),
         context=context,
         gpu_memory=gpu_memory,
+        drafts=draft,
     )
     answer(ask(question), as_json, {"model": model, "mesh": str(mesh), "arch": arch})
 

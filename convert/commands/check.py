@@ -55,23 +55,25 @@ def verify(
     workers: int | None,
     as_json: bool,
 ) -> None:
-    """Check ARTIFACT: every file's sha256, and the logical digest by unpacking every tensor.
+    """Check ARTIFACT and its drafts: every file's sha256, and the logical digest by unpacking every tensor.
 
     The logical digest speaks of the source's tensors: it is the same for every artifact made from one checkpoint,
-    whatever the mesh. With --sample and --against, N experts or tensors are compared instead of all.
+    whatever the mesh. --against compares what ARTIFACT names; of ARTIFACT/draft/NAME that is the draft. With --sample
+    and --against, N experts or tensors are compared instead of all.
     """
     from convert.progress import Progress
     from convert.readers.find import find
-    from convert.readers.sealed import read_sealed
+    from convert.readers.sealed import drafts, read_sealed
     from convert.repack.compare import Sample
     from convert.repack.verify import verify as run
+    from specs import manifest
 
     if quick and (against is not None or sample is not None):
         raise click.UsageError("--quick reads no tensor, --against and --sample do; choose one")
     source = find(against) if against is not None else None
-    sealed = read_sealed(artifact)
+    seals = [read_sealed(artifact).manifest, *map(manifest.read, drafts(artifact))]
     mode: Mode = "quick" if quick else "full" if sample is None else "sample"
-    total = sum(size for size, _ in sealed.files.values()) + sealed.manifest["source"]["bytes"]
+    total = sum(sum(f["size"] for f in m["files"]) + m["source"]["bytes"] for m in seals)
     chosen = None if sample is None else Sample(count=sample, seed=seed)
     with Progress("verify", total if mode == "full" else 0) as progress:
         verdict = run(artifact, mode, source, workers or workers_default(), progress, chosen)

@@ -16,7 +16,6 @@ from specs.mesh import Mesh
 from specs.schema import archs
 
 DEMO = "build/demo/checkpoint"
-LATER = {"draft": "--draft: drafts cannot be converted yet; leave it out"}
 
 
 class Kiln(click.Group):
@@ -48,7 +47,12 @@ def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
             ),
             click.option("--tp", type=int, default=8, help="Ranks that share one copy of the dense tensors."),
             click.option("--ep", type=int, default=1, help="Groups that the routed experts are shared out to."),
-            click.option("--draft", multiple=True, help="A speculative draft to convert along."),
+            click.option(
+                "--draft",
+                multiple=True,
+                metavar="PATH[=NAME]",
+                help="A speculative draft to convert along, called like its folder unless named; may be given again.",
+            ),
             click.option(
                 "--workers",
                 type=click.IntRange(1, 256),
@@ -65,10 +69,8 @@ def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def checked(arch: str, world: int | None, tp: int, ep: int, draft: tuple[str, ...]) -> Mesh:
+def checked(arch: str, world: int | None, tp: int, ep: int) -> Mesh:
     """The mesh of the flags; a UsageError for what no model could satisfy."""
-    if draft:
-        raise click.UsageError(LATER["draft"])
     known = archs()
     if arch not in known:
         raise click.UsageError(f"--arch: found {arch!r}, known are {', '.join(known)}")

@@ -77,12 +77,22 @@ def published_text(done: Published, dry_run: bool) -> str:
 @click.option("--out", type=click.Path(path_type=Path), required=True, help="Folder for the artifact, or for its part.")
 @click.option("--rank", type=int, multiple=True, help="A rank to fetch; may be given again.  [default: all]")
 @click.option("--arch", type=click.Choice(list(archs())), default=None, help="Take along what was compiled for it.")
+@click.option("--draft", multiple=True, metavar="NAME", help="A draft to fetch; may be given again.  [default: all]")
+@click.option("--no-drafts", is_flag=True, help="Take no draft along.")
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr.")
-def fetch(repo: str, out: Path, rank: tuple[int, ...], arch: str | None, as_json: bool) -> None:
+def fetch(
+    repo: str,
+    out: Path,
+    rank: tuple[int, ...],
+    arch: str | None,
+    draft: tuple[str, ...],
+    no_drafts: bool,
+    as_json: bool,
+) -> None:
     """Take an artifact, or what some of its ranks need, from the hub.
 
     Every file is hashed on arrival and gets its name only if its sha256 is the manifest's. An interrupted fetch goes
-    on in the middle of a file when the same command runs again; with other ranks it adds those.
+    on in the middle of a file when the same command runs again; with other ranks or drafts it adds those.
     """
     from convert.hub.fetch import Wanted
     from convert.hub.fetch import fetch as run
@@ -91,17 +101,20 @@ def fetch(repo: str, out: Path, rank: tuple[int, ...], arch: str | None, as_json
 
     if (named := parse_id(repo)) is None:
         raise click.UsageError(f"REPO: found {repo!r}, expected owner/name or owner/name@revision")
+    if draft and no_drafts:
+        raise click.UsageError("--draft and --no-drafts contradict each other")
+    drafts = draft or (() if no_drafts else None)
     with Progress("fetch", 0) as progress:
 
         def told(n: int, total: int) -> None:
             progress.expect(total)
             progress(n)
 
-        done = run(Wanted(repo=named[0], revision=named[1], ranks=rank, arch=arch), out, told)
+        done = run(Wanted(repo=named[0], revision=named[1], ranks=rank, arch=arch, drafts=drafts), out, told)
     ranks = ", ".join(map(str, done.ranks))
     facts = {
-        "out": str(out), "commit": done.commit, "ranks": list(done.ranks), "arch": arch, "files": done.files,
-        "bytes": done.nbytes, "already_there": done.already,
+        "out": str(out), "commit": done.commit, "ranks": list(done.ranks), "drafts": list(done.drafts), "arch": arch,
+        "files": done.files, "bytes": done.nbytes, "already_there": done.already,
     }  # fmt: skip
     text = f"{out}: ranks {ranks} of {repo}, {done.nbytes / 1e9:.3f} GB in {done.files} files, every sha256 checked"
     emit(as_json, facts, text)

@@ -1,13 +1,23 @@
 """demo, plan, convert: from a checkpoint to an artifact."""
 
+from __future__ import annotations
+
 import shlex
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from convert.commands.common import DEMO, checked, default_out, emit, make_plan, mesh_options, program, workers_default
+from convert.commands.draft import draft_facts, draft_text, reports_facts, reports_texts, write_drafts
+
+if TYPE_CHECKING:
+    from convert.drafts import Draft
+    from convert.readers.source import Source
+    from convert.shard.plan import Plan
 
 TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tower and projector out.")
 
@@ -17,7 +27,8 @@ TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tow
 @click.option("--geometry", type=click.Choice(["tiny", "k2.6"]), default="tiny", help="Sizes of the model.")
 @click.option("--layers", type=click.IntRange(1, 61), default=None, help="Full-size layers to write (k2.6 only).")
 @click.option("--seed", type=int, default=0, help="Seed of the random weights.")
-def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
+@click.option("--drafts", is_flag=True, help="Also a random draft of each kind that fits, in OUT-drafts/KIND.")
+def demo(out: Path, geometry: str, layers: int | None, seed: int, drafts: bool) -> None:
     """Write a random checkpoint in the real format to OUT.
 
     tiny is a few megabytes with tokenizer and chat template. k2.6 writes full-size layers of random words for
@@ -25,11 +36,17 @@ def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
     head and vision tower.
     """
     from convert.demo.checkpoint import write_demo
+    from convert.demo.drafts import DRAFT_KINDS, write_draft
     from convert.demo.geometry import TINY, k26
 
     if (geometry == "k2.6") != (layers is not None):
         raise click.UsageError("--layers goes with --geometry k2.6 and is needed there")
-    write_demo(out, TINY if layers is None else k26(layers), seed=seed)
+    sizes = TINY if layers is None else k26(layers)
+    write_demo(out, sizes, seed=seed)
+    for kind in DRAFT_KINDS if drafts else ():
+        folder = out.with_name(f"{out.name}-drafts") / kind
+        write_draft(folder, kind, sizes, seed)
+        click.echo(f"wrote {folder}")
     click.echo(f"wrote {out}; next: kiln convert {shlex.quote(str(out))} --tp 8 --out {shlex.quote(str(out) + '-tp8')}")
 
 
@@ -52,14 +69,18 @@ def plan(
 
     MODEL is a checkpoint folder, an artifact folder, or a hub id like moonshotai/Kimi-K2.6@main.
     """
+    from convert.drafts import all_asked, prepared
     from convert.readers.find import find
     from convert.tables import plan_facts, plan_text
 
-    mesh = checked(arch, world, tp, ep, draft)
+    mesh = checked(arch, world, tp, ep)
     source = find(model, headers_only=True)
     made = make_plan(source, mesh, arch, text_only)
+    drafts = prepared(all_asked(draft, model), made, headers_only=True)
     facts = plan_facts(made, workers or workers_default(), source.identity.record())
-    emit(as_json, facts, plan_text(made, facts, shutil.disk_usage(".").free))
+    text = plan_text(made, facts, shutil.disk_usage(".").free)
+    facts |= {"drafts": {d.name: draft_facts(d) for d in drafts}}
+    emit(as_json, facts, "\n".join([text, *map(draft_text, drafts)]))
 
 
 def listed(ctx: click.Context, param: click.Parameter, value: str | None) -> tuple[int, ...]:
@@ -126,7 +147,8 @@ def convert(
 ) -> None:
     """Convert MODEL into an artifact for one mesh of GPUs.
 
-    MODEL may be an artifact for another mesh. Of a hub id the headers are checked before anything is downloaded.
+    MODEL may be an artifact for another mesh; its drafts are then cut again too. Of a hub id the headers are checked
+    before anything is downloaded. Each --draft goes to draft/NAME of the artifact; `kiln draft` adds one later.
     Without MODEL, a small random checkpoint is written to build/demo and converted. An interrupted conversion goes
     on where it stopped when the same command runs again.
 
@@ -136,32 +158,47 @@ def convert(
     from convert.pipeline import convert as run
     from convert.pipeline import job_bytes, missing_side_files
     from convert.progress import Progress
-    from convert.readers.find import find
     from convert.tables import report_facts, report_text
 
-    mesh = checked(arch, world, tp, ep, draft)
+    mesh = checked(arch, world, tp, ep)
     if model is None:
         model = DEMO
         ensure_demo(Path(model))
     if stream and (part is not None or Path(model).exists()):
         raise click.UsageError("--stream reads a hub id in one process; leave it out for a folder, and for --part")
-    if not stream and not Path(model).exists():
-        make_plan(find(model, headers_only=True), mesh, arch, text_only, ranks)
-    source = find(model, stream=stream)
-    made = make_plan(source, mesh, arch, text_only, ranks)
-    out = out or default_out(model, mesh)
-    count = workers or workers_default()
+    source, made, drafts = opened(model, draft, stream, lambda s: make_plan(s, mesh, arch, text_only, ranks))
+    out, count = out or default_out(model, mesh), workers or workers_default()
     for line in [*made.config.warnings, *missing_side_files(source.path)]:
         click.echo(f"warning: {line}", err=True)
     with Progress("convert", sum(map(job_bytes, made.jobs))) as progress:
         report = run(made, source, out, count, progress, command=shlex.join(["kiln", *sys.argv[1:]]), part=part)
     for line in report.warnings:
         click.echo(f"warning: {line}", err=True)
+    written = [] if report.waiting else write_drafts(drafts, out, count, part)
     following = (
         f"next: {program('kiln-run')} generate {shlex.quote(str(out))} --device cpu --prompt Hello --max-tokens 32"
     )
     shown = report_text(report, count)
-    emit(as_json, report_facts(report, count), shown if report.waiting else f"{shown}\n\n{following}")
+    facts = {**report_facts(report, count), "drafts": reports_facts(drafts, written, count)}
+    shown = "\n\n".join([shown, *reports_texts(drafts, written, count), *([] if report.waiting else [following])])
+    emit(as_json, facts, shown)
+
+
+def opened(
+    model: str, draft: tuple[str, ...], stream: bool, make: Callable[[Source], Plan]
+) -> tuple[Source, Plan, list[Draft]]:
+    """MODEL, its plan and its drafts; what can be refused by headers is refused before anything is downloaded."""
+    from convert.drafts import all_asked, prepared
+    from convert.readers.find import find
+
+    remote = not stream and not Path(model).exists()
+    source = find(model, headers_only=remote, stream=stream)
+    made = make(source)
+    drafts = prepared(all_asked(draft, model), made)
+    if remote:
+        source = find(model)
+        made = make(source)
+    return source, made, drafts
 
 
 def ensure_demo(path: Path) -> None:

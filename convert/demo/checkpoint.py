@@ -29,7 +29,7 @@ def write_demo(out: Path, geometry: Geometry, seed: int = 0, *, dialect: Dialect
         raise DemoError(f"demo dialect: found {dialect!r}, expected one of {', '.join(DIALECTS)}; choose one of them")
     parts = shards(geometry, dialect)
     total = sum(spec.nbytes for part in parts for spec in part)
-    _check(out, total)
+    check_room(out, total)
     out.mkdir(parents=True, exist_ok=True)
     stated = config(geometry, dialect)
     for name, text in siblings(geometry, dialect, stated):
@@ -42,22 +42,22 @@ def write_demo(out: Path, geometry: Geometry, seed: int = 0, *, dialect: Dialect
             write_file(out / name, part, source(part), bar.update)
             weight_map |= dict.fromkeys((spec.name for spec in part), name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_text(out / "model.safetensors.index.json", _json(index))
+    write_text(out / "model.safetensors.index.json", as_json(index))
 
 
 def siblings(geometry: Geometry, dialect: Dialect, stated: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Name and text of every file beside the weights, given the config.json that states the model."""
-    yield "config.json", _json(stated)
+    yield "config.json", as_json(stated)
     eos: int = stated["eos_token_id"]
-    yield "generation_config.json", _json({"max_length": 262144, "eos_token_id": eos})
+    yield "generation_config.json", as_json({"max_length": 262144, "eos_token_id": eos})
     yield "tiktoken.model", rank_file(geometry.ranks)
-    yield "tokenizer_config.json", _json(tokenizer_config(geometry, eos))
+    yield "tokenizer_config.json", as_json(tokenizer_config(geometry, eos))
     yield "chat_template.jinja", template("chat_template.jinja")
     yield "LICENSE", template("LICENSE")
     if dialect != "k2-thinking":
         images: dict[str, Any] = json.loads(template("preprocessor_config.json"))
         images["media_proc_cfg"] |= {"patch_size": geometry.patch, "merge_kernel_size": geometry.merge_height}
-        yield "preprocessor_config.json", _json(images)
+        yield "preprocessor_config.json", as_json(images)
 
 
 def _source(geometry: Geometry, seed: int, stated: dict[str, Any]) -> Payloads:
@@ -71,7 +71,7 @@ def _source(geometry: Geometry, seed: int, stated: dict[str, Any]) -> Payloads:
     return lambda specs: weights.payloads(specs, seed, how)
 
 
-def _check(out: Path, total: int) -> None:
+def check_room(out: Path, total: int) -> None:
     """Raises PlanError unless `out` is empty or absent, and its disk has room for `total` bytes."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise PlanError(f"{out}: already holds files, expected a new or empty folder; choose another or remove it")
@@ -84,5 +84,5 @@ def _check(out: Path, total: int) -> None:
         )
 
 
-def _json(value: object) -> str:
+def as_json(value: object) -> str:
     return json.dumps(value, indent=2, ensure_ascii=False)

@@ -1,23 +1,24 @@
 """Every tensor of a demo checkpoint: names, dtypes and shapes, file by file; no bytes."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from convert.demo.geometry import GROUP, Dialect, Geometry
 
-BYTES = {"BF16": 2, "F32": 4, "I32": 4}
+BYTES = {"BF16": 2, "F32": 4, "I32": 4, "I64": 8, "BOOL": 1}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """One stored tensor. `noise` is drawn from N(mean, std); the other kinds are the three parts of an INT4 weight."""
+    """One stored tensor. `noise` is drawn from N(mean, std); `table` is a draft's id table; the other kinds are the
+    three parts of an INT4 weight."""
 
     name: str
-    dtype: Literal["BF16", "F32", "I32"]
+    dtype: Literal["BF16", "F32", "I32", "I64", "BOOL"]
     shape: tuple[int, ...]
-    kind: Literal["noise", "packed", "scale", "shape"] = "noise"
+    kind: Literal["noise", "packed", "scale", "shape", "table"] = "noise"
     mean: float = 0.0
     std: float = 0.0
     logical: tuple[int, int] = (0, 0)
@@ -37,8 +38,13 @@ def shards(geometry: Geometry, dialect: Dialect = "k2.6") -> list[list[TensorSpe
     parts.append(list(_ends(geometry, prefix)))
     if dialect != "k2-thinking":
         parts += [list(_projector(geometry)), list(_tower(geometry))]
-    widths = {"F32": 0, "I32": 1, "BF16": 2}
-    return [sorted(part, key=lambda t: (widths[t.dtype], t.name)) for part in parts]
+    return [in_file_order(part) for part in parts]
+
+
+def in_file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Wide dtypes first, then names ascending."""
+    widths = {"I64": 0, "F32": 1, "I32": 2, "BF16": 3, "BOOL": 4}
+    return sorted(specs, key=lambda t: (widths[t.dtype], t.name))
 
 
 def linear(name: str, out: int, fan_in: int, gain: float = 1.0) -> TensorSpec:
@@ -76,19 +82,19 @@ def _layer(g: Geometry, prefix: str, layer: int) -> Iterator[TensorSpec]:
     yield linear(f"{attn}.o_proj", g.hidden, g.heads * g.v_head)
     yield norm(f"{at}.post_attention_layernorm", g.hidden)
     if layer < g.dense_layers:
-        yield from _ffn(mlp, g.hidden, g.dense_ff)
+        yield from ffn(mlp, g.hidden, g.dense_ff)
         return
     # Sigmoids of N(0, 1.5) spread over most of (0, 1), and the bias is wide enough to change many choices.
     yield linear(f"{mlp}.gate", g.experts, g.hidden, gain=1.5)
     yield TensorSpec(name=f"{mlp}.gate.e_score_correction_bias", dtype="F32", shape=(g.experts,), std=0.05)
-    yield from _ffn(f"{mlp}.shared_experts", g.hidden, g.moe_ff * g.shared_experts)
+    yield from ffn(f"{mlp}.shared_experts", g.hidden, g.moe_ff * g.shared_experts)
     for e in range(g.experts):
         yield from int4(f"{mlp}.experts.{e}.gate_proj", g.moe_ff, g.hidden)
         yield from int4(f"{mlp}.experts.{e}.up_proj", g.moe_ff, g.hidden)
         yield from int4(f"{mlp}.experts.{e}.down_proj", g.hidden, g.moe_ff)
 
 
-def _ffn(at: str, hidden: int, width: int) -> Iterator[TensorSpec]:
+def ffn(at: str, hidden: int, width: int) -> Iterator[TensorSpec]:
     yield linear(f"{at}.gate_proj", width, hidden)
     yield linear(f"{at}.up_proj", width, hidden)
     yield linear(f"{at}.down_proj", hidden, width)

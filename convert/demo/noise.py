@@ -5,6 +5,8 @@ from hashlib import sha256
 import numpy as np
 import numpy.typing as npt
 
+from convert.demo.inventory import TensorSpec
+
 
 def stream(seed: int, name: str) -> np.random.Generator:
     """The random stream of `name`: the same whatever else is drawn, and in whatever order."""
@@ -21,3 +23,10 @@ def bf16(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint16]:
 def raw(values: npt.NDArray[np.generic]) -> memoryview:
     """The bytes of a contiguous array, without a copy."""
     return np.ascontiguousarray(values).reshape(-1).view(np.uint8).data
+
+
+def noise(spec: TensorSpec, seed: int, name: str | None = None) -> memoryview:
+    """Bytes of N(mean, std) in the spec's dtype, from the stream of `name`, which is the tensor's own unless given."""
+    drawn = stream(seed, name or spec.name).standard_normal(spec.shape, dtype=np.float32)
+    values = np.float32(spec.mean) + np.float32(spec.std) * drawn
+    return raw(bf16(values) if spec.dtype == "BF16" else values)

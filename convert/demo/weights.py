@@ -11,7 +11,7 @@ from compressed_tensors.quantization.utils import calculate_qparams
 
 from convert.demo.geometry import GROUP
 from convert.demo.inventory import TensorSpec
-from convert.demo.noise import bf16, raw, stream
+from convert.demo.noise import noise, raw, stream
 
 
 def scheme(quantization_config: dict[str, Any]) -> QuantizationScheme:
@@ -27,13 +27,6 @@ def payloads(specs: Sequence[TensorSpec], seed: int, how: QuantizationScheme) ->
             experts |= expert(spec, seed, how)
     for spec in specs:
         yield iter((noise(spec, seed) if spec.kind == "noise" else experts[spec.name],))
-
-
-def noise(spec: TensorSpec, seed: int) -> memoryview:
-    """Bytes of N(mean, std) in the spec's dtype."""
-    drawn = stream(seed, spec.name).standard_normal(spec.shape, dtype=np.float32)
-    values = np.float32(spec.mean) + np.float32(spec.std) * drawn
-    return raw(bf16(values) if spec.dtype == "BF16" else values)
 
 
 def expert(spec: TensorSpec, seed: int, how: QuantizationScheme) -> dict[str, memoryview]:

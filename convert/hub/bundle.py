@@ -1,7 +1,7 @@
 """What of an artifact goes to the hub, in which commits, and whether the hub would take it."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from hashlib import sha256
@@ -10,7 +10,7 @@ from typing import Any
 
 from convert import card, provenance
 from convert.hub.tree import Local
-from convert.readers.sealed import Sealed, read_sealed
+from convert.readers.sealed import DRAFTS, Sealed, drafts, read_draft, read_sealed
 from convert.readers.source import LICENCE_GLOBS
 from specs import manifest
 from specs.errors import ArtifactError
@@ -44,23 +44,26 @@ def bundle(path: Path) -> Bundle:
     problems = [p for name in sorted(sealed.files) for p in sealed.presence(name)] or sealed.small_problems()
     files = {name: Local(path / name, size, digest) for name, (size, digest) in sealed.files.items()}
     files[manifest.NAME] = _local(path / manifest.NAME)
-    for rows, wrong in (_kernels(sealed), _drafts(path), _tuning(path)):
+    for rows, wrong in (_kernels(sealed), _drafts(sealed), _tuning(path)):
         files |= rows
         problems += wrong
     present = {str(p.relative_to(path)): p.stat().st_size for p in path.rglob("*") if not p.is_dir()}
     problems += limits(path, present)
     # Who converted, where and by which command is nobody else's business.
-    strangers = sorted(set(present) - set(files) - {provenance.NAME})
+    strangers = sorted(n for n in set(present) - set(files) if not _own_papers(n))
     problems += [f"{path / n}: is no part of the artifact; move it away" for n in strangers]
-    if not any(fnmatch(n, glob) for n in files for glob in LICENCE_GLOBS):
-        problems.append(
-            f"{path}: has no {' or '.join(LICENCE_GLOBS)}; weights must not be published without their licence"
-        )
+    problems += _no_licence(path, files)
     if problems:
         raise ArtifactError(problems)
     total = sum(f.size for f in files.values())
     warnings = (f"{total / 1e12:.2f} TB: above 1 TB the hub wants a plan or a grant",) if total > LARGE_REPO else ()
     return Bundle(digest=sealed.manifest["digest"], files=files, commits=_commits(files), warnings=warnings)
+
+
+def _no_licence(where: Path, files: Collection[str]) -> list[str]:
+    if any(fnmatch(n, glob) for n in files for glob in LICENCE_GLOBS):
+        return []
+    return [f"{where}: has no {' or '.join(LICENCE_GLOBS)}; weights must not be published without their licence"]
 
 
 def limits(where: Path, sizes: Mapping[str, int]) -> Iterator[str]:
@@ -76,11 +79,11 @@ def limits(where: Path, sizes: Mapping[str, int]) -> Iterator[str]:
 
 
 def _commits(files: Mapping[str, Local]) -> dict[str, dict[str, Local]]:
-    """Small files with the licence first, then folder by folder; what makes it an artifact comes last."""
+    """Small files with the licence first, then folder by folder; drafts' seals after all weights, the manifest last."""
     groups: dict[str, dict[str, Local]] = {}
-    for name in sorted(files, key=lambda n: ("/" in n, n)):
+    for name in sorted(files, key=lambda n: (n.count("/") > 0, is_seal(n), n)):
         if name not in LAST:
-            label = name.rpartition("/")[0] or "configuration and licence"
+            label = "seals of drafts" if is_seal(name) else name.rpartition("/")[0] or "configuration and licence"
             groups.setdefault(label, {})[name] = files[name]
     out: dict[str, dict[str, Local]] = {}
     for label, group in groups.items():
@@ -89,6 +92,17 @@ def _commits(files: Mapping[str, Local]) -> dict[str, dict[str, Local]]:
             part = "" if len(names) <= MOST_IN_COMMIT else f", part {at // MOST_IN_COMMIT + 1}"
             out[label + part] = {n: group[n] for n in names[at : at + MOST_IN_COMMIT]}
     return {**out, "manifest and card": {n: files[n] for n in LAST if n in files}}
+
+
+def is_seal(name: str) -> bool:
+    """Is this a draft's manifest?"""
+    return name.endswith(f"/{manifest.NAME}")
+
+
+def _own_papers(name: str) -> bool:
+    """Provenance of the artifact or of a draft."""
+    parts = name.split("/")
+    return parts[-1] == provenance.NAME and (len(parts) == 1 or (len(parts) == 3 and parts[0] == DRAFTS))
 
 
 def _local(path: Path) -> Local:
@@ -111,29 +125,31 @@ def _kernels(sealed: Sealed) -> Found:
             problems.append(
                 f"{index}: was compiled for other weights; run `kiln-run compile {sealed.path} --arch {folder.name}`"
             )
-        _listed(folder, sealed.path, found.get("kernels"), "file", files, problems)
+        _listed(folder, sealed.path, found.get("kernels"), files, problems)
     return files, problems
 
 
-def _drafts(path: Path) -> Found:
-    """draft/<name>: its own manifest and the files it lists."""
+def _drafts(sealed: Sealed) -> Found:
+    """draft/<name>: its own manifest and the files it lists, its licence among them, bound to these weights."""
     files: dict[str, Local] = {}
     problems: list[str] = []
-    for own in sorted(path.glob(f"draft/*/{manifest.NAME}")):
-        folder = own.parent.relative_to(path)
-        files[f"{folder}/{manifest.NAME}"] = _local(own)
-        _listed(folder, path, manifest.read_json(own).get("files"), "path", files, problems)
+    for folder in drafts(sealed.path):
+        own, name = read_draft(folder, sealed), folder.relative_to(sealed.path)
+        problems += [p for n in sorted(own.files) for p in own.presence(n)] or own.small_problems()
+        files |= {f"{name}/{n}": Local(folder / n, size, digest) for n, (size, digest) in own.files.items()}
+        files[f"{name}/{manifest.NAME}"] = _local(folder / manifest.NAME)
+        problems += _no_licence(folder, own.files)
     return files, problems
 
 
-def _listed(folder: Path, root: Path, rows: Any, key: str, files: dict[str, Local], problems: list[str]) -> None:
+def _listed(folder: Path, root: Path, rows: Any, files: dict[str, Local], problems: list[str]) -> None:
     """Files that a seal of its own lists, each with its sha256 compared."""
     for row in rows if isinstance(rows, list) else ():
-        target = root / folder / str(row.get(key))
+        target = root / folder / str(row.get("file"))
         if not target.is_file():
             problems.append(f"{target}: listed but not there")
             continue
-        local = files[str(folder / str(row[key]))] = _local(target)
+        local = files[str(folder / str(row["file"]))] = _local(target)
         if local.sha256 != row.get("sha256"):
             problems.append(f"{target}: sha256 {local.sha256}, expected {row.get('sha256')}")
 

@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from convert.hub.transfer import Place, download, stream
 from convert.hub.tree import Local, Remote, Tree, commit_of, git_blob, tree
 from convert.hub.wait import HubError, refusals
-from convert.readers.sealed import Sealed, read_sealed
+from convert.readers.sealed import DRAFTS, Sealed, read_draft, read_sealed
 from convert.report import disk_problems
 from convert.shard.journal import lock
 from convert.shard.writer import write_file
@@ -29,12 +29,13 @@ SHARED = ("", "weights/common", "vision")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wanted:
-    """ranks: none means all. arch: whose compiled kernels come along."""
+    """ranks: none means all. arch: whose compiled kernels come along. drafts: by name, None means all there are."""
 
     repo: str
     revision: str | None = None
     ranks: tuple[int, ...] = ()
     arch: str | None = None
+    drafts: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +45,7 @@ class Fetched:
     out: Path
     commit: str
     ranks: tuple[int, ...]
+    drafts: tuple[str, ...]
     files: int
     nbytes: int
     already: int
@@ -62,9 +64,11 @@ def fetch(wanted: Wanted, out: Path, progress: Told = lambda n, total: None) -> 
         commit = commit_of(wanted.repo, wanted.revision)
         found = tree(wanted.repo, commit)
         papers = Papers(wanted.repo, commit, found)
-        sealed = _begin(papers, out)
-        ranks = _ranks(wanted, sealed)
+        sealed = _begin(papers, "", out)
+        ranks, drafts = _ranks(wanted, sealed), _drafts(wanted, found)
         files = _files(sealed, ranks, out)
+        for folder in drafts:
+            files |= _draft_files(papers, folder, sealed, ranks, out)
         if wanted.arch is not None:
             files |= _kernels(papers, wanted.arch, sealed, out)
         _compare(wanted.repo, files, out, found)
@@ -79,7 +83,15 @@ def fetch(wanted: Wanted, out: Path, progress: Told = lambda n, total: None) -> 
             if name.startswith("tuning/"):
                 papers.read(name)
         papers.write(out)
-    return Fetched(out=out, commit=commit, ranks=ranks, files=len(files), nbytes=total, already=already)
+    return Fetched(
+        out=out,
+        commit=commit,
+        ranks=ranks,
+        drafts=tuple(Path(d).name for d in drafts),
+        files=len(files),
+        nbytes=total,
+        already=already,
+    )
 
 
 @contextmanager
@@ -126,16 +138,31 @@ def _digest(data: bytes, listed: Remote) -> str:
     return hashlib.sha256(data).hexdigest() if listed.sha256 is not None else git_blob(data)
 
 
-def _begin(papers: Papers, out: Path) -> Sealed:
-    """The repository's manifest, read strictly, and the same as `out` was begun with."""
-    if manifest.NAME not in papers.found:
-        raise HubError(f"{papers.repo}: has no {manifest.NAME}, so it is no artifact or not published to its end")
-    data = papers.read(manifest.NAME)
-    for earlier in (out / manifest.NAME, out / FOLDER / manifest.NAME):
+def _begin(papers: Papers, folder: str, out: Path) -> Sealed:
+    """The manifest in a folder of the repository, read strictly, and the same as `out` was begun with."""
+    name = f"{folder}{manifest.NAME}"
+    if name not in papers.found:
+        raise HubError(f"{papers.repo}: has no {name}, so it is no artifact or not published to its end")
+    data = papers.read(name)
+    for earlier in (out / name, out / FOLDER / name):
         if earlier.exists() and earlier.read_bytes() != data:
-            raise PlanError(f"{out}: holds a part of another artifact; choose another --out or delete it")
-    write_file(out / FOLDER / manifest.NAME, data)
-    return read_sealed(out / FOLDER)
+            raise PlanError(f"{out / folder}: holds a part of another artifact; choose another --out or delete it")
+    write_file(out / FOLDER / name, data)
+    return read_sealed((out / FOLDER / name).parent)
+
+
+def _drafts(wanted: Wanted, found: Tree) -> list[str]:
+    """`draft/NAME/` of each draft that is wanted; HubError for one that is not there."""
+    there = sorted(n.split("/")[1] for n in found if PurePosixPath(n).match(f"{DRAFTS}/*/{manifest.NAME}"))
+    if missing := sorted(set(wanted.drafts or ()) - set(there)):
+        raise HubError(f"{wanted.repo}: has no draft {', '.join(missing)}; it has {', '.join(there) or 'none'}")
+    return [f"{DRAFTS}/{n}/" for n in there if wanted.drafts is None or n in wanted.drafts]
+
+
+def _draft_files(papers: Papers, folder: str, target: Sealed, ranks: tuple[int, ...], out: Path) -> dict[str, Local]:
+    """What a draft's manifest lists for these ranks, if it is bound to this artifact."""
+    own = read_draft(_begin(papers, folder, out).path, target)
+    return {f"{folder}{n}": f for n, f in _files(own, ranks, out / folder).items()}
 
 
 def _ranks(wanted: Wanted, sealed: Sealed) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convert.hub.bundle import OWNED, Bundle, bundle
+from convert.hub.bundle import OWNED, Bundle, bundle, is_seal
 from convert.hub.tree import Local, Tree, commit_of, differences, same, tree
 from convert.hub.wait import HubError, patiently, refusals
 from specs import manifest
@@ -89,9 +89,13 @@ def _missing(files: Mapping[str, Local], found: Tree) -> dict[str, Local]:
 
 
 def _refuse_another(repo: str, ready: Bundle, found: Tree) -> None:
-    """HubError if the repository is another artifact's, finished or not."""
+    """HubError if the repository is another artifact's, finished or not, or has another draft of the same name."""
     if manifest.NAME in found and not same(ready.files[manifest.NAME], found[manifest.NAME]):
         raise HubError(f"{repo}: holds another finished artifact; choose another repository or delete that one")
+    for name in filter(is_seal, ready.files):
+        if name in found and not same(ready.files[name], found[name]):
+            draft = name.removesuffix(f"/{manifest.NAME}")
+            raise HubError(f"{repo}/{draft}: is another draft of that name; add yours under another")
     foreign = sorted(n for n in found if n.startswith(OWNED) and n not in ready.files)
     if foreign:
         raise HubError([f"{repo}/{n}: belongs to another artifact; choose another repository" for n in foreign])

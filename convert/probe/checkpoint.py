@@ -12,6 +12,7 @@ from convert.shard.plan import Plan
 from convert.tables import size
 from specs.config import read_config
 from specs.dims import ModelConfig
+from specs.draft import DraftConfig
 from specs.errors import InputError
 from specs.expand import check_header, expand
 from specs.limits import check_sizes
@@ -59,7 +60,7 @@ def config_line(source: Source) -> tuple[Line, ModelConfig | None]:
     return Line(name="config", verdict="go", found=found, facts=facts), config
 
 
-def tensors_line(source: Source, config: ModelConfig, spec: Spec, total: int) -> Line:
+def tensors_line(source: Source, config: ModelConfig | DraftConfig, spec: Spec, total: int) -> Line:
     """Every tensor's name, dtype and shape against the spec; their values are checked while converting."""
     try:
         expanded = expand(spec, config, source.header)

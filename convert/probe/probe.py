@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from convert.probe import card, checkpoint, host, kernels
+from convert.probe.draft import draft_lines, is_draft, partner_lines
 from convert.probe.line import Line, refusal, unasked
 from convert.probe.speed import Speed, assumed, disk_speed
 from convert.readers.find import find
@@ -26,7 +27,10 @@ OF_PLAN = ("plan", "layouts", "kernels", "disk", "time", "gpu memory")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a conversion would be asked for. context None is the model's own; gpu_memory in GB, None is nominal."""
+    """What a conversion would be asked for. context None is the model's own; gpu_memory in GB, None is nominal.
+
+    drafts: PATH[=NAME] each.
+    """
 
     model: str
     mesh: Mesh
@@ -35,6 +39,7 @@ class Question:
     workers: int
     context: int | None = None
     gpu_memory: float | None = None
+    drafts: tuple[str, ...] = ()
 
 
 def probe(q: Question) -> list[Line]:
@@ -51,6 +56,9 @@ def _about_model(q: Question) -> Iterator[Line]:
         return
     try:
         yield checkpoint.access_line(q.model, source)
+        if is_draft(source):
+            yield from draft_lines(source, q.mesh)
+            return
         line, config = checkpoint.config_line(source)
         yield line
         if config is None:
@@ -78,10 +86,10 @@ def _about_tensors(q: Question, source: Source, config: ModelConfig) -> Iterator
         yield checkpoint.illegal_plan(e, legal)
         yield from unasked(OF_PLAN[1:], "plan")
         return
-    yield from _about_plan(q, source, made)
+    yield from _about_plan(q, source, config, made)
 
 
-def _about_plan(q: Question, source: Source, made: Plan) -> Iterator[Line]:
+def _about_plan(q: Question, source: Source, config: ModelConfig, made: Plan) -> Iterator[Line]:
     arch = archs()[q.arch]
     yield checkpoint.plan_line(made)
     yield kernels.layouts_line(q.arch, arch, {w.form.layout for f in made.files for w in f.work})
@@ -90,7 +98,8 @@ def _about_plan(q: Question, source: Source, made: Plan) -> Iterator[Line]:
     yield host.disk_line(q.out, made.disk_bytes, cache, download)
     yield host.time_line(made.source_bytes, made.disk_bytes, download, speed_of(source), q.workers)
     weights = made.data_bytes("rank") + made.data_bytes("common") + made.data_bytes("vision")
-    yield card.memory_line(card.nominal(arch, q.gpu_memory), weights, made.config.text, q.context)
+    yield card.memory_line(card.nominal(arch, q.gpu_memory), weights, config.text, q.context)
+    yield from partner_lines(q.drafts, made)
 
 
 def to_download(source: Source) -> tuple[Path | None, int]:

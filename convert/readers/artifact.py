@@ -20,6 +20,8 @@ from convert.shard.plan import Store, form, store, ways
 from runtime_min.kernels.layouts import Int4Groups, layout
 from specs import manifest
 from specs.config import read_config
+from specs.dims import ModelConfig
+from specs.draft import KINDS, DraftConfig, read_draft_config
 from specs.errors import ArtifactError, SourceError
 from specs.expand import Expanded, Item, check_header, expand, tensor_names
 from specs.fold import unfold
@@ -41,8 +43,9 @@ class ArtifactSource:
         self.manifest, self.mesh = sealed.manifest, sealed.mesh
         self.config: Mapping[str, Any] = self._config(manifest.read_json(path / "config.json"))
         self.header = dict(unfold(self.manifest["coverage"]["consumed"]))
-        config = read_config(self.config)
-        check_sizes(config, len(self.header))
+        config = self._model()
+        if isinstance(config, ModelConfig):
+            check_sizes(config, len(self.header))
         self.expanded: Expanded = expand(load(self.manifest["model"]["spec"]), config, self.header)
         check_header(self.expanded, self.header)
         source = self.manifest["source"]
@@ -63,6 +66,11 @@ class ArtifactSource:
         """config.json as far as the artifact goes: one made with --text-only carries it whole, and no vision part."""
         left_out = not manifest.has_vision(self.manifest)
         return {k: v for k, v in whole.items() if not (left_out and k == "vision_config")}
+
+    def _model(self) -> ModelConfig | DraftConfig:
+        if self.manifest["model"]["spec"] in KINDS.values():
+            return read_draft_config(self.config, self.manifest.get("target_layers"))
+        return read_config(self.config)
 
     def rows(self, name: str, low: int, high: int) -> Tensor:
         """Rows low..high of a source tensor's first axis, as flat uint8; SourceError if a part is damaged."""

@@ -20,6 +20,7 @@ Entry = dict[str, Any]
 Indices = dict[tuple[Store, int], dict[str, list[Entry]]]
 DATA = ".safetensors"
 MOST_TENSORS = 10_000_000
+DRAFTS = "draft"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +96,23 @@ def read_sealed(path: Path) -> Sealed:
         raise ArtifactError(f"{where}: ranks: found {brief(found['ranks'])}, {mesh} has 0..{mesh.world - 1}")
     files = {f["path"]: (f["size"], f["sha256"]) for f in found["files"]}
     return Sealed(path=path, manifest=found, mesh=mesh, files=files)
+
+
+def drafts(artifact: Path) -> list[Path]:
+    """The folders of an artifact's finished drafts."""
+    return sorted(p.parent for p in artifact.glob(f"{DRAFTS}/*/{manifest.NAME}"))
+
+
+def read_draft(path: Path, target: Sealed) -> Sealed:
+    """A draft's papers; ArtifactError if they are not right, or if it belongs to another target or mesh."""
+    sealed = read_sealed(path)
+    found, digest = sealed.manifest.get("target"), target.manifest["digest"]
+    if found != digest or sealed.mesh != target.mesh:
+        raise ArtifactError(
+            f"{path / manifest.NAME}: is for target {brief(found)} on {sealed.mesh}, not {digest} on {target.mesh}; "
+            f"delete {path} and add the draft again"
+        )
+    return sealed
 
 
 def _field_problems(m: dict[str, Any]) -> Iterator[str]:

@@ -24,7 +24,7 @@ from specs.storage import ITEM_BYTES, nbytes
 
 BLOCK_BYTES = 32 << 20
 DIGEST_BLOCK = 8 << 20
-MOVED_AS = {"BF16": torch.int16, "F32": torch.int32}
+MOVED_AS = {"BF16": torch.int16, "F32": torch.int32, "I64": torch.int64}
 FileKey = tuple[Store, int]
 
 

@@ -41,8 +41,10 @@ def contents(
     problems: list[str] = []
     if against is not None:
         theirs = against.header
-        if not manifest.has_vision(source.manifest):
+        if "text" in source.manifest.get("parts", ("text",)) and not manifest.has_vision(source.manifest):
             theirs = without_vision(load(source.manifest["model"]["spec"]), read_config(against.config), theirs)
+        dropped = {d["name"] for d in source.manifest["coverage"]["dropped"]}
+        theirs = {n: facts for n, facts in theirs.items() if n not in dropped}
         problems = [
             f"{n}: is in {'the artifact' if n in source.header else 'the source'} only, or of another dtype or shape"
             for n in sorted({k for k, _ in set(source.header.items()) ^ set(theirs.items())})

@@ -5,7 +5,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +13,7 @@ from typing import Any, Literal
 from convert import provenance
 from convert.readers.artifact import ArtifactSource
 from convert.readers.safetensors_file import read_header_and_metadata
-from convert.readers.sealed import Sealed, read_indices, read_sealed
+from convert.readers.sealed import DRAFTS, Sealed, drafts, read_draft, read_indices, read_sealed
 from convert.readers.source import Source
 from convert.repack.compare import Sample, contents
 from convert.repack.engine import one_thread_per_op
@@ -25,12 +25,13 @@ from specs.storage import nbytes
 Mode = Literal["quick", "sample", "full"]
 CHUNK = 8 << 20
 # Folders that are sealed on their own and may be added to a finished artifact.
-ADDED = ("draft", "kernels", "tuning")
+ADDED = ("kernels", "tuning")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """problems: one line each, naming file, and tensor or expert. logical: digests, recomputed if the mode is full.
+    """problems: one line each, naming file, and tensor or expert. logical: digests by part and draft, recomputed if the
+    mode is full.
 
     bytes_checked of bytes_total are the stored bytes whose digest was taken.
     """
@@ -55,13 +56,42 @@ def verify(
     progress: Callable[[int], None] = lambda n: None,
     sample: Sample | None = None,
 ) -> Verdict:
-    """Checks an artifact.
+    """Checks an artifact and its drafts.
 
     quick: manifest, every file's size and header, and the digests of all small files. sample: also the digests of some
     stored tensors of every rank. full: also every file's sha256, and the logical digests by unpacking every tensor.
-    `against`: also every INT4 code, scale and dense element (of a sample: the chosen ones) equal to that source.
+    `against`: also every INT4 code, scale and dense element (of a sample: the chosen ones) equal to that source; a
+    draft is compared with its own source when `path` is the draft's folder.
     """
     sealed = read_sealed(path)
+    verdict = _verify(sealed, mode, against, workers, progress, sample)
+    for folder in drafts(path):
+        try:
+            own = _verify(read_draft(folder, sealed), mode, None, workers, progress, sample)
+        except ArtifactError as e:
+            verdict = replace(verdict, problems=(*verdict.problems, *e.problems))
+            continue
+        verdict = Verdict(
+            mode=verdict.mode,
+            problems=verdict.problems + own.problems,
+            warnings=verdict.warnings + own.warnings,
+            logical=verdict.logical | {f"draft {folder.name}": digest for digest in own.logical.values()},
+            bytes_checked=verdict.bytes_checked + own.bytes_checked,
+            bytes_total=verdict.bytes_total + own.bytes_total,
+        )
+    return verdict
+
+
+def _verify(
+    sealed: Sealed,
+    mode: Mode,
+    against: Source | None,
+    workers: int,
+    progress: Callable[[int], None],
+    sample: Sample | None,
+) -> Verdict:
+    """One seal: an artifact's own or a draft's."""
+    path = sealed.path
     found = Findings(sealed)
     if mode == "full":
         found.problems += files_problems(sealed, workers, progress)
@@ -123,15 +153,20 @@ class Findings:
 def strangers(sealed: Sealed) -> Iterator[str]:
     """Files that nobody sealed, and folders whose own seal this check does not read."""
     known = {*sealed.files, manifest.NAME, provenance.NAME, "README.md"}
-    added = set()
+    added, unfinished, finished = set(), set(), drafts(sealed.path)
     for file in sorted(p for p in sealed.path.rglob("*") if not p.is_dir()):
         name = file.relative_to(sealed.path)
         if name.parts[0] in ADDED:
             added.add(name.parts[0])
+        elif name.parts[0] == DRAFTS and len(name.parts) > 2:
+            if sealed.path / DRAFTS / name.parts[1] not in finished:
+                unfinished.add(name.parts[1])
         elif str(name) not in known:
             yield f"{file}: is not part of this artifact"
-    for folder in sorted(added):
-        yield f"{sealed.path / folder}: has a seal of its own, which this check does not cover"
+    for draft in sorted(unfinished):
+        yield f"{sealed.path / DRAFTS / draft}: is an unfinished draft; the command that began it goes on with it"
+    for other in sorted(added):
+        yield f"{sealed.path / other}: has a seal of its own, which this check does not cover"
 
 
 def headers_problems(sealed: Sealed) -> list[str]:

@@ -13,6 +13,7 @@ from math import prod
 from typing import Any, Literal
 
 from specs.dims import ModelConfig
+from specs.draft import DraftConfig
 from specs.errors import CutError
 from specs.expand import Expanded, Family, Item, check_header, expand
 from specs.limits import check_sizes
@@ -104,16 +105,18 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """ranks: those whose files are written, usually all of the mesh."""
+    """ranks: those whose files are written, usually all of the mesh. bound: of a draft, what the manifest says of its
+    target."""
 
     spec: Spec
-    config: ModelConfig
+    config: ModelConfig | DraftConfig
     mesh: Mesh
     expanded: Expanded = field(repr=False)
     header: Mapping[str, tuple[str, tuple[int, ...]]] = field(repr=False)
     jobs: tuple[Job, ...] = field(repr=False)
     part_bytes: int
     ranks: tuple[int, ...]
+    bound: dict[str, Any] = field(default_factory=dict)
 
     @property
     def whole(self) -> bool:
@@ -130,6 +133,7 @@ class Plan:
         """Same source header, spec, mesh and format: same digest."""
         facts: list[Any] = [FORMAT_VERSION, self.spec.digest, str(self.mesh), self.part_bytes]
         facts += [sorted(self.header.items()), *([] if self.whole else [self.ranks])]
+        facts += [self.bound] if self.bound else []
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
     @cached_property
@@ -146,7 +150,7 @@ class Plan:
 
 def plan(
     spec: Spec,
-    config: ModelConfig,
+    config: ModelConfig | DraftConfig,
     header: Mapping[str, tuple[str, tuple[int, ...]]],
     mesh: Mesh,
     part_bytes: int = PART_BYTES,
@@ -160,8 +164,10 @@ def plan(
     if wrong := sorted(r for r in ranks if not 0 <= r < mesh.world):
         raise CutError(f"ranks {', '.join(map(str, wrong))}: {mesh} has ranks 0..{mesh.world - 1}")
     written = tuple(sorted(set(ranks))) or tuple(range(mesh.world))
-    check_sizes(config, len(header))
+    if isinstance(config, ModelConfig):
+        check_sizes(config, len(header))
     if text_only:
+        assert isinstance(config, ModelConfig)
         header, config = without_vision(spec, config, header), replace(config, vision=None)
     expanded = expand(spec, config, header)
     check_header(expanded, header)
@@ -270,14 +276,15 @@ def legal_values(expanded: Expanded, world: int) -> dict[str, list[int]]:
 
 
 def _units(expanded: Expanded) -> Iterator[tuple[str, list[Item]]]:
-    """Items that are written together: every layer, then the text tensors without a layer, then the vision part."""
+    """Items that are written together: every layer of the text part and its tensors without a layer, the vision part, a
+    draft."""
     layers: dict[int, list[Item]] = defaultdict(list)
     rest: dict[str, list[Item]] = defaultdict(list)
     for item in expanded.items:
         if item.family.part == "text" and item.unit is not None:
             layers[item.unit].append(item)
         else:
-            rest["vision" if item.family.part == "vision" else "embedding and head"].append(item)
+            rest["embedding and head" if item.family.part == "text" else item.family.part].append(item)
     for number in sorted(layers):
         yield f"layer {number}", layers[number]
     yield from rest.items()

@@ -26,13 +26,15 @@ def seal(plan: Plan, source: Source, out: Path, records: Records) -> dict[str, s
     logical = _logical(plan, records)
     _as_sealed_before(source, logical)
     beside = [(p.name, p.read_bytes()) for p in source.side_files()]
-    told = (card.NAME, card.card(plan, source.identity, logical, dict(beside)).encode())
-    for path, data in [*_indices(plan, records), *beside, told]:
+    # A draft lies inside an artifact, whose card tells of it.
+    told = [] if plan.bound else [(card.NAME, card.card(plan, source.identity, logical, dict(beside)).encode())]
+    for path, data in [*_indices(plan, records), *beside, *told]:
         write_file(out / path, data)
         files[path] = {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
     consumed = {n: s for n, s in plan.header.items() if n not in plan.expanded.dropped}
     body: dict[str, Any] = {
         "plan": plan.digest,
+        **plan.bound,
         "model": {"family": plan.spec.family, "spec": plan.spec.name, "spec_digest": plan.spec.digest},
         "mesh": {"world": plan.mesh.world, "tp": plan.mesh.tp, "ep": plan.mesh.ep},
         **({} if plan.whole else {"ranks": list(plan.ranks)}),

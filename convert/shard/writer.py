@@ -1,18 +1,22 @@
 """Files of an artifact: written front to back under a temporary name, hashed on the way, final only when safe."""
 
+from __future__ import annotations
+
 import hashlib
 import os
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from convert.readers.files import as_bytes
 from convert.repack.clock import Clock
 from convert.shard.plan import FilePlan
 from specs.errors import OutputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 UNFINISHED = ".part"
 
