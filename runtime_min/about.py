@@ -24,9 +24,18 @@ def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
         f"mesh: {mesh.world} ranks, TP {mesh.tp}, EP {mesh.ep}; a rank has {d.experts // mesh.ep} experts of width "
         f"{d.moe_ff // mesh.etp} and {d.heads // mesh.tp} heads; sums between ranks: {core.ranks.sums}",
         f"compute: {_kernels(core)}, {str(model.settings.dtype).removeprefix('torch.')}; pictures: "
-        f"{'yes' if core.bounds.sees else 'no vision part'}; drafts: none",
+        f"{'yes' if core.bounds.sees else 'no vision part'}; drafts: {_drafts(core)}",
         f"tuning: {_tuning(core, artifact)}",
     )
+
+
+def _drafts(core: Core) -> str:
+    """Which draft proposes, and how much."""
+    pace, limits = core.pace, core.limits
+    if pace is None:
+        return "none"
+    tree = f" in trees of {pace.nodes}" if pace.nodes else ""
+    return f"{limits.draft}, up to {pace.tokens} tokens in a row{tree}{', adaptive' if pace.adaptive else ''}"
 
 
 def _card(device: torch.device) -> str:

@@ -22,7 +22,7 @@ from specs.mesh import Mesh
 READ = 8 << 20
 HASHERS = 8
 INDEX = "index.json"
-DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32}
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32, "I64": torch.int64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +63,11 @@ class Artifact:
         (size and index always, sha256 of this rank's files with `verify`), or stored in a layout this version does
         not know; and if there is no such rank.
         """
-        sealed = manifest.read(path)
-        mesh = Mesh(**sealed["mesh"])
-        if not 0 <= rank < mesh.world:
-            raise ArtifactError(f"{path}: has ranks 0..{mesh.world - 1} ({mesh}), rank {rank} was asked for")
-        listed = {f["path"].rpartition("/")[0] for f in sealed["files"]}
-        if (own := f"weights/rank-{rank:02d}") not in listed:
-            held = ", ".join(sorted(f[-2:] for f in listed if f.startswith("weights/rank-")))
-            raise ArtifactError(f"{path}: holds ranks {held} only, rank {rank:02d} was asked for; convert that one too")
-        folders = [f for f in ("weights/common", own) if f in listed]
-        mine = [f for f in sealed["files"] if f["path"].rpartition("/")[0] in ("", *folders)]
-        phase = check_files(path, mine, verify)
-        entries = tuple(e for folder in folders for e in read_index(path, folder))
+        sealed, entries, phase = rank_of(path, rank, verify)
         config = read_config(manifest.read_json(path / "config.json"))
         return cls(
-            path=path, rank=rank, mesh=mesh, config=config, manifest=sealed, entries=entries, verify=verify,
-            phases=[phase],
+            path=path, rank=rank, mesh=Mesh(**sealed["mesh"]), config=config, manifest=sealed, entries=entries,
+            verify=verify, phases=[phase],
         )  # fmt: skip
 
     @property
@@ -119,6 +108,28 @@ class Artifact:
             )
 
 
+def rank_of(path: Path, rank: int, verify: bool) -> tuple[dict[str, Any], tuple[dict[str, Any], ...], Phase]:
+    """The manifest of an artifact, of a target or a draft, and the tensors of one rank by its index, checked.
+
+    Raises ArtifactError as Artifact.open does.
+    """
+    sealed = manifest.read(path)
+    mesh = Mesh(**sealed["mesh"])
+    if not 0 <= rank < mesh.world:
+        raise ArtifactError(f"{path}: has ranks 0..{mesh.world - 1} ({mesh}), rank {rank} was asked for")
+    listed = {f["path"].rpartition("/")[0] for f in sealed["files"]}
+    held = sorted(f[-2:] for f in listed if f.startswith("weights/rank-"))
+    # Of a draft for tp 1 every rank has all, and all of it is common.
+    if (own := f"weights/rank-{rank:02d}") not in listed and (held or mesh.tp > 1):
+        raise ArtifactError(
+            f"{path}: holds ranks {', '.join(held)} only, rank {rank:02d} was asked for; convert that one too"
+        )
+    folders = [f for f in ("weights/common", own) if f in listed]
+    mine = [f for f in sealed["files"] if f["path"].rpartition("/")[0] in ("", *folders)]
+    phase = check_files(path, mine, verify)
+    return sealed, tuple(e for folder in folders for e in read_index(path, folder)), phase
+
+
 def read_index(path: Path, folder: str) -> list[dict[str, Any]]:
     """The tensors of one folder, each with the `path` of its file; ArtifactError for layouts that are not known."""
     entries = [{**e, "path": path / folder / e["file"]} for e in manifest.read_json(path / folder / INDEX)["tensors"]]
@@ -152,7 +163,7 @@ def load(
 
 def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Dense weights in the dtype of the computation."""
-    if dtype is None or tensor.dtype == torch.int32 or (tensor.dtype == torch.float32 and dtype != torch.float64):
+    if dtype is None or not tensor.is_floating_point() or (tensor.dtype == torch.float32 and dtype != torch.float64):
         return tensor
     return tensor.to(dtype)
 

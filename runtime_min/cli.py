@@ -15,7 +15,8 @@ from runtime_min.commands import serve as serving
 from runtime_min.commands.accept import accept
 from runtime_min.commands.chat import chat
 from runtime_min.commands.kernels import bench, tune
-from runtime_min.commands.options import chosen, limit_options, run_options
+from runtime_min.commands.options import chosen, draft_options, limit_options, run_options
+from runtime_min.commands.speculate import spec
 from runtime_min.launch import launch
 from runtime_min.request import Limits
 from runtime_min.tasks import Generation, Scoring, doctor_task, generate_task, score_task
@@ -82,6 +83,7 @@ def under_torchrun() -> tuple[int, int] | None:
 @click.option("--top-k", type=click.IntRange(0), default=0, help="0 is off.")
 @click.option("--seed", type=int, default=0)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object at the end instead of streamed text.")
+@draft_options
 def generate(
     artifact: Path,
     device: str | None,
@@ -103,6 +105,7 @@ def generate(
     top_k: int,
     seed: int,
     as_json: bool,
+    drafts: dict[str, Any],
 ) -> None:
     """Generate from a prompt, with pictures if there are any, a conversation, or token ids; text streams to stdout."""
     if sum(x is not None for x in (prompt, messages, ids)) != 1:
@@ -127,6 +130,7 @@ def generate(
         top_k=top_k,
         seed=seed,
         stream=not as_json,
+        drafts=drafts,
     )
     run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     result = launch(run, generate_task, wanted, under_torchrun())
@@ -234,22 +238,16 @@ def doctor(
 @serving.options
 def serve(
     artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
-    inner_eps: float, no_verify: bool, running: int, waiting: int, step_tokens: int, context: int | None,
-    cache_tokens: int | None, **given: Any,
+    inner_eps: float, no_verify: bool,
+    limits: Limits, **given: Any,
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP: OpenAI's chat and completions, a web page at /, metrics; ends in order on SIGTERM."""
-    limits = Limits(
-        running=running,
-        waiting=waiting,
-        step_tokens=step_tokens,
-        context=context,
-        cache_tokens=cache_tokens,
-        grammars=serving.has_grammars(),
-    )
+    limits = replace(limits, grammars=serving.has_grammars())
     serving.run(chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify), limits, given)
 
 
 main.add_command(accept)
 main.add_command(chat)
 main.add_command(tune)
+bench.add_command(spec)
 main.add_command(bench)

@@ -15,6 +15,7 @@ from runtime_min.embeddings import Embeddings, Encode
 from runtime_min.graphs import Graphs
 from runtime_min.graphs import sizes as counts
 from runtime_min.kernels.jit import Jit
+from runtime_min.kv import LatentCache
 from runtime_min.memory import HOST_TOKENS, MemoryPlan, measured
 from runtime_min.messages import Close, Command, Event, Finish, Logprob, Stats, Submit
 from runtime_min.models.decoder import Decoder
@@ -23,6 +24,11 @@ from runtime_min.request import Bounds, Limits
 from runtime_min.runner import Entry, Flight, Runner
 from runtime_min.sampler import FIXED, Row, Sampler
 from runtime_min.scheduler import Active, Scheduler
+from runtime_min.speculate.draft import Draft
+from runtime_min.speculate.drafting import Drafting
+from runtime_min.speculate.figures import Acceptance
+from runtime_min.speculate.open import opened, paced
+from runtime_min.speculate.verify import until, walk
 from runtime_min.text import Tokenizer
 from runtime_min.vision.encoder import Encoder
 from runtime_min.warm import warm
@@ -35,45 +41,74 @@ class Core:
     """Requests of all groups, and the tensors of this rank."""
 
     def __init__(
-        self, model: Decoder, limits: Limits, encode: Encode | None = None, constrain: Constrain | None = None
+        self,
+        model: Decoder,
+        limits: Limits,
+        encode: Encode | None = None,
+        constrain: Constrain | None = None,
+        draft: Draft | None = None,
     ) -> None:
         """encode: what makes embeddings of requests' pictures, None where there can be none; constrain: a request's
-        place in its compiled grammar, likewise."""
+        place in its compiled grammar, likewise; draft: what proposes tokens."""
         self.model, self.ranks, self.limits, self.constrain = model, model.ranks, limits, constrain
         self.ranks.agree({"limits": repr(limits)})
         context = min(limits.context or model.dims.context, model.cos.shape[0])
         if model.settings.device.type == "cuda" and isinstance(model.ops.kernels, Jit):
             warm(model, limits.step_tokens)
-        self.memory: MemoryPlan | None = measured(model, limits, context, encode)
+        self.pace = None if draft is None else paced(draft, limits)
+        self.memory: MemoryPlan | None = measured(model, limits, context, encode, draft, self.pace)
         size = limits.page_tokens
         pages = -(-(limits.cache_tokens or HOST_TOKENS) // size) if self.memory is None else self.memory.pages
         pages = min(self.ranks.every(pages))
         cache = model.cache(pages * size, size)
         pools = [cache.pool if g == self.ranks.group else Pool(pages, size) for g in range(self.ranks.groups)]
-        self.schedulers = [Scheduler(pool, limits) for pool in pools]
+        self.schedulers = [Scheduler(pool, limits, self.pace) for pool in pools]
         self.bounds = Bounds(
             vocab=model.dims.vocab, context=context, cache_tokens=pages * size, sees=encode is not None
         )
-        graphs: Graphs | None = None
-        if self.memory is not None and limits.graphs and model.ops.kernels is not None:
-            graphs = Graphs(model, cache, counts(limits.graphs), 1, cache.pool.count(min(context, pages * size)))
-            graphs.capture()
-        sampler = Sampler(limits.running, model.dims.vocab, model.settings.device)
-        embeddings = None if encode is None else Embeddings(encode, limits.pictures)
-        self.runner = Runner(model=model, cache=cache, sampler=sampler, graphs=graphs, embeddings=embeddings)
+        self.runner = self._runner(cache, encode, draft)
         self.active: dict[int, tuple[Scheduler, Active]] = {}
         self.flight: Flight | None = None
+        self.accepted = None if draft is None else Acceptance()
+        self.warned = False
         self.closed = False
         self.ready = self.compiled
         if self.ranks.rank == 0:
             sys.stderr.write("".join(f"{line}\n" for line in self._lines()))
 
+    def _runner(self, cache: LatentCache, encode: Encode | None, draft: Draft | None) -> Runner:
+        """What runs steps over this cache, its graphs captured."""
+        model, limits = self.model, self.limits
+        sampler = Sampler(limits.running, model.dims.vocab, model.settings.device)
+        embeddings = None if encode is None else Embeddings(encode, limits.pictures)
+        drafting = None
+        if draft is not None and self.pace is not None:
+            draft.bind(cache)
+            drafting = Drafting(
+                draft=draft, model=model, cache=cache, sampler=sampler, embeddings=embeddings,
+                trees=limits.spec_tree > 0, depth=self.pace.tokens,
+            )  # fmt: skip
+        graphs = verify = None
+        if self.memory is not None and limits.graphs and model.ops.kernels is not None:
+            whole = min(self.bounds.context, self.bounds.cache_tokens)
+            graphs = Graphs(model, cache, counts(limits.graphs), 1, cache.pool.count(whole))
+            graphs.capture()
+            if draft is not None and self.pace is not None:
+                most, width = counts(self.pace.rows(limits.graphs)), cache.pool.count(whole + self.pace.most)
+                verify = Graphs(model, cache, most, 1 + self.pace.most, width, draft.taps, limits.spec_tree > 0)
+                verify.capture()
+        return Runner(
+            model=model, cache=cache, sampler=sampler, graphs=graphs, embeddings=embeddings, drafting=drafting,
+            verify=verify,
+        )  # fmt: skip
+
     @classmethod
     def load(cls, model: Decoder, artifact: Artifact, limits: Limits) -> Self:
-        """The core over an artifact's model, and over its vision part if it has one."""
+        """The core over an artifact's model, over its vision part if it has one, and a draft if one is asked for."""
         seeing = artifact.has_vision
         encode = Encoder.load(artifact, model.ops, model.ranks, model.settings) if seeing else None
-        return cls(model, limits, encode, _constrain(artifact) if limits.grammars else None)
+        draft = None if limits.draft is None else opened(artifact, limits.draft, model)
+        return cls(model, limits, encode, _constrain(artifact) if limits.grammars else None, draft)
 
     def _lines(self) -> list[str]:
         """What is told at the start: what memory is spent on, and what can be asked from now on."""
@@ -102,6 +137,7 @@ class Core:
             free=sum(x.pool.available for x in s),
             preempted=sum(x.preempted for x in s),
             compiled=self.compiled - self.ready,
+            drafts=self.accepted,
         )
 
     @property
@@ -112,13 +148,30 @@ class Core:
         """Obeys rank 0's commands, launches the next step, reads the one before. Every call with requests under way
         does one of the latter two, or something is wrong with the scheduler, and that is raised."""
         events = [event for command in self.ranks.shared(commands) for event in self._obey(command)]
+        if any(a.drafting for _, a in self.active.values()):
+            return events + self._in_turn()
         plans = [s.plan() for s in self.schedulers]
         flight, self.flight = self.flight, self.runner.launch(plans) if any(plans) else None
         if flight is not None:
             events += self._read(flight)
         elif self.flight is None and self.active:
-            raise RuntimeError(f"engine: {len(self.active)} requests, none of which can go on: {sorted(self.active)}")
+            raise self._stuck()
         return events
+
+    def _in_turn(self) -> list[Event]:
+        """A step that is read before the next one is planned, since how long the accepted runs are decides what that
+        one computes."""
+        flight, self.flight = self.flight, None
+        events = [] if flight is None else self._read(flight)
+        plans = [s.plan() for s in self.schedulers]
+        if any(plans):
+            events += self._read(self.runner.launch(plans))
+        elif self.active and flight is None:
+            raise self._stuck()
+        return events
+
+    def _stuck(self) -> Exception:
+        return RuntimeError(f"engine: {len(self.active)} requests, none of which can go on: {sorted(self.active)}")
 
     def follow(self) -> None:
         """Ranks other than 0: steps until rank 0 closes."""
@@ -149,6 +202,7 @@ class Core:
             if self.constrain is None:
                 return [Event(id=a.id, finish="error", error="grammars: this engine was started without them")]
             a.constraint = self.constrain(request.grammar)
+        a.drafting = self.pace is not None and request.draft and self.pace.begins()
         self.active[a.id] = scheduler, a
         scheduler.add(a)
         return []
@@ -164,12 +218,25 @@ class Core:
             for e in group:
                 if not e.active.done:
                     events += self._heard(e, results[e.first : e.first + len(e.rows)])
+        if flight.marks and self.accepted is not None:
+            self.accepted = self.accepted.took(*flight.times())
+            self._warn(self.accepted)
         return events
+
+    def _warn(self, found: Acceptance) -> None:
+        """Says once that drafts are useless."""
+        line = None if self.warned else found.warning()
+        if line is not None:
+            self.warned = True
+            if self.ranks.rank == 0:
+                sys.stderr.write(f"{line}\n")
 
     def _heard(self, e: Entry, results: list[list[float]]) -> list[Event]:
         """What one request's rows of a step mean for it."""
         a = e.active
         a.pending -= e.sampled
+        if e.drafted:
+            return self._verified(e, results)
         if not all(r[1] for r in results):
             return [self._end(a, "error", error=f"logits after token {e.length} are not finite; the request was ended")]
         self.active[a.id][0].commit(a, e.length)
@@ -180,14 +247,46 @@ class Core:
         a.scored += len(scored)
         if not e.sampled:
             return [Event(id=a.id, scored=scored)] if scored else []
-        token, last = int(results[-1][0]), told[-1]
-        a.tokens.append(token)
-        news: dict[str, Any] = {"tokens": (token,), "logprobs": () if last is None else (last,), "scored": scored}
-        if token in a.request.stops:
-            return [self._end(a, "stop", **news)]
+        return [self._told(a, [int(results[-1][0])], [told[-1]], scored=scored)]
+
+    def _verified(self, e: Entry, results: list[list[float]]) -> list[Event]:
+        """What the rows behind a token and its drafts mean: a run of tokens, up to the first that ends the request."""
+        assert self.pace is not None and self.accepted is not None
+        a, start = e.active, e.length - 1
+        path = walk(*([int(r[column]) for r in results] for column in (0, 3, 4)))
+        finite = next((i for i, node in enumerate(path) if not results[node][1]), len(path))
+        # A drafted token may have spoilt even the rows before it: what is not finite is computed again without drafts.
+        a.drafting &= finite == len(path)
+        path = path[:finite]
+        tokens = until(a.request.stops, (int(results[node][0]) for node in path))
+        accepted = max(0, min(len(tokens), len(path) - 1))
+        self.pace.heard(a.pace, accepted, min(e.drafted, self.pace.tokens, a.left - 1))
+        self.accepted = self.accepted.plus(e.drafted, accepted)
+        self._stands(a, start, path, tokens)
+        if not tokens:
+            return []
+        told = [_logprob(results[node], e.rows[0]) for node in path[: len(tokens)]]
+        return [self._told(a, tokens, told, drafted=e.drafted, accepted=accepted)]
+
+    def _stands(self, a: Active, start: int, path: list[int], tokens: list[int]) -> None:
+        """Keeps of a verified step what was accepted."""
+        scheduler, _ = self.active[a.id]
+        if scheduler is self.schedulers[self.ranks.group] and self.runner.drafting is not None:
+            self.runner.drafting.accept(a, start, path)
+            if a.request.sampling.penalised and a.slot is not None:
+                self.runner.sampler.count(a.slot, tokens)
+        a.sequence.length = start + len(path)
+        scheduler.commit(a, a.sequence.length)
+
+    def _told(self, a: Active, tokens: list[int], told: list[Logprob | None], **news: Any) -> Event:
+        """The event of new tokens, which may end the request: by a stop, else by their number."""
+        a.tokens += tokens
+        news |= {"tokens": tuple(tokens), "logprobs": tuple(p for p in told if p is not None)}
+        if tokens[-1] in a.request.stops:
+            return self._end(a, "stop", **news)
         if len(a.tokens) - len(a.request.prompt) == a.request.max_tokens:
-            return [self._end(a, "length", **news)]
-        return [Event(id=a.id, cached=a.cached or 0, **news)]
+            return self._end(a, "length", **news)
+        return Event(id=a.id, cached=a.cached or 0, **news)
 
 
 def _constrain(artifact: Artifact) -> Constrain:

@@ -7,9 +7,15 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
+import numpy as np
+import torch
 from torch import Tensor
 
+from runtime_min.kv import upload
 from runtime_min.request import Media
+
+# Pictures of a prompt, and the first and the last but one of the positions that a step takes of it.
+Span = tuple[Sequence[Media], int, int]
 
 
 class Encode(Protocol):
@@ -46,3 +52,21 @@ class Embeddings:
             self.rows.move_to_end(digest)
         while len(self.rows) > len(wanted) and sum(map(len, self.rows.values())) > self.tokens:
             self.rows.popitem(last=False)
+
+    def placed(self, groups: Sequence[Sequence[Span]], own: int, device: torch.device) -> tuple[Tensor, Tensor] | None:
+        """Which of the tokens of the spans of group `own`, one span after another, are pictures', and their embeddings;
+        all ranks make those of all groups together."""
+        self.need(m for spans in groups for media, start, end in spans for m, _, _ in seen(media, start, end))
+        places, features, at = [], [], 0
+        for media, start, end in groups[own]:
+            for m, low, high in seen(media, start, end):
+                places.append(np.arange(low, high) - start + at)
+                features.append(self.rows[m.digest][low - m.position : high - m.position])
+            at += end - start
+        return (upload(np.concatenate(places), device), torch.cat(features)) if places else None
+
+
+def seen(media: Iterable[Media], start: int, end: int) -> list[tuple[Media, int, int]]:
+    """(picture, first, last position) of every picture that reaches into start..end, cut to it."""
+    found = ((m, max(start, m.position), min(end, m.end)) for m in media)
+    return [(m, low, high) for m, low, high in found if low < high]

@@ -43,6 +43,23 @@ class Constraint:
             # Behind an id of the request's own that ends it nothing is asked for.
             self.matcher.accept_token(token)
         self.accepted = len(output)
+        return self._next()
+
+    def behind(self, output: Sequence[int], drafted: Sequence[int]) -> Tensor:
+        """`mask` of `output` and then `drafted`, which may be taken back. What follows a token that is not allowed does
+        not matter, since that token will not stand."""
+        mask = self.mask(output)
+        taken = 0
+        for token in drafted:
+            if self.matcher.is_terminated() or not self.matcher.accept_token(token):
+                break
+            taken += 1
+        if taken:
+            mask = self._next()
+            self.matcher.rollback(taken)
+        return mask
+
+    def _next(self) -> Tensor:
         mask = torch.full((1, self.words), -1, dtype=torch.int32)
         if not self.matcher.is_terminated():
             self.matcher.fill_next_token_bitmask(mask)

@@ -7,7 +7,7 @@ A real step is filled up with sequences of one token that write nothing and see 
 import torch
 from torch import Tensor
 
-from runtime_min.kv import Batch, LatentCache, Part
+from runtime_min.kv import Batch, LatentCache, Part, Tree
 from runtime_min.models.decoder import Decoder
 
 SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -20,12 +20,22 @@ def sizes(most: int) -> tuple[int, ...]:
 
 
 class Graphs:
-    """Captured steps of one model over one cache, of up to `queries` tokens a sequence. logits[n]: [n, V]."""
+    """Captured steps of one model over one cache, of up to `queries` tokens a sequence. logits[n]: [n, V]; states[n]:
+    [n, taps * hidden], None without taps."""
 
-    def __init__(self, model: Decoder, cache: LatentCache, counts: tuple[int, ...], queries: int, width: int) -> None:
-        """width: the most pages of a sequence."""
+    def __init__(
+        self,
+        model: Decoder,
+        cache: LatentCache,
+        counts: tuple[int, ...],
+        queries: int,
+        width: int,
+        taps: tuple[int, ...] = (),
+        trees: bool = False,
+    ) -> None:
+        """width: the most pages of a sequence; taps: layers whose outputs are kept; trees: tokens are trees' nodes."""
         most, device = max(counts), cache.rows.device
-        self.model, self.cache, self.queries = model, cache, queries
+        self.model, self.cache, self.queries, self.taps = model, cache, queries, taps
         # One allocation each: kernels count on tensors that begin on 16 bytes.
         self.ids, self.positions, self.slots = (torch.zeros(most, dtype=torch.int64, device=device) for _ in range(3))
         self.cu_q = torch.arange(most + 1, dtype=torch.int32, device=device)
@@ -33,8 +43,13 @@ class Graphs:
         self.pages = torch.zeros((most, width), dtype=torch.int32, device=device)
         self.last = torch.arange(most, device=device)
         self.slots.fill_(-1)
+        self.tree: Tree | None = None
+        if trees:
+            # A node of its own sees its own key.
+            self.tree = Tree(torch.zeros_like(self.lengths), torch.ones_like(self.ids))
         self.captured: dict[int, torch.cuda.CUDAGraph] = {}
         self.logits: dict[int, Tensor] = {}
+        self.states: dict[int, Tensor | None] = {}
         self.counts = tuple(sorted(counts))
 
     def capture(self) -> None:
@@ -43,11 +58,11 @@ class Graphs:
         for n in reversed(self.counts):
             self.model.ranks.every(n)
             for _ in range(WARM):
-                self.model.forward(self.batch(n), self.cache)
+                self.model.tapped(self.batch(n), self.cache, taps=self.taps)
             torch.cuda.synchronize()
             self.captured[n] = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.captured[n], pool=pool):
-                self.logits[n] = self.model.forward(self.batch(n), self.cache)
+                self.logits[n], self.states[n] = self.model.tapped(self.batch(n), self.cache, taps=self.taps)
 
     def batch(self, n: int) -> Batch:
         """The step of n tokens over the fixed tensors."""
@@ -59,6 +74,7 @@ class Graphs:
             pages=self.pages[:n],
             longest=self.queries,
             bounds=((), ()),
+            tree=None if self.tree is None else Tree(self.tree.prefix[:n], self.tree.visible[:n]),
         )
         return Batch(
             ids=self.ids[:n],
@@ -84,6 +100,9 @@ class Graphs:
         self.cu_q[count + 1 : n + 1].fill_(n)
         self.lengths[:count].copy_(part.lengths)
         self.pages[:count, :widest].copy_(part.pages)
+        if self.tree is not None and part.tree is not None:
+            self.tree.prefix[:count].copy_(part.tree.prefix)
+            self.tree.visible[:n].copy_(part.tree.visible)
         return n
 
     def replay(self, batch: Batch) -> Tensor:

@@ -16,6 +16,8 @@ from runtime_min.request import Limits
 from runtime_min.sample import Sampling
 from runtime_min.sampler import Row, Sampler
 from runtime_min.scheduler import SCORED
+from runtime_min.speculate.draft import Draft
+from runtime_min.speculate.pace import Pace
 from specs.errors import InputError
 
 # Tokens in the cache where nobody says, and no card limits them.
@@ -81,7 +83,9 @@ def plan(
     )  # fmt: skip
 
 
-def measured(model: Decoder, limits: Limits, context: int, encode: Encode | None) -> MemoryPlan | None:
+def measured(
+    model: Decoder, limits: Limits, context: int, encode: Encode | None, draft: Draft | None, pace: Pace | None
+) -> MemoryPlan | None:
     """The plan for this card, its workspace measured by running the largest steps and encoding the largest pictures;
     None on a host."""
     device = model.settings.device
@@ -93,15 +97,21 @@ def measured(model: Decoder, limits: Limits, context: int, encode: Encode | None
     cache = model.cache(max(step, limits.running * size), size)
     prompt = taken(partial(largest, model, cache, [step]))
     decode = taken(partial(largest, model, cache, [1] * limits.running))
+    drafted = 0 if draft is None or pace is None else drafting(model, cache, limits, draft, pace)
     pictures = 0 if encode is None else taken(lambda: encode(encode.largest()))
     counts = sizes(limits.graphs)
     logits = sum(counts) * model.dims.vocab * model.embed.element_size()
     graphs = int(1.2 * decode) + logits + GRAPH * len(counts) if counts else 0
     page_bytes = cache.rows[:, :size].numel() * cache.rows.element_size()
+    if draft is not None and pace is not None:
+        page_bytes += size * draft.cached
+        more = sizes(pace.rows(limits.graphs)) if counts else ()
+        wide = model.dims.vocab + len(draft.taps) * model.dims.hidden
+        graphs += sum(more) * wide * model.embed.element_size() + GRAPH * len(more)
     del cache
     emptied()
     free, total = torch.cuda.mem_get_info(device)
-    workspace = max(prompt, decode, pictures) + EXPANDED + Sampler.nbytes(limits.running, model.dims.vocab)
+    workspace = max(prompt, decode, pictures) + drafted + EXPANDED + Sampler.nbytes(limits.running, model.dims.vocab)
     if encode is not None:
         workspace += limits.pictures * model.dims.hidden * model.embed.element_size()
     return plan(
@@ -126,14 +136,26 @@ def taken(work: Callable[[], object]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-def largest(model: Decoder, cache: LatentCache, queries: list[int]) -> None:
-    """A step of these query tokens, with the sampling of its rows and, once, that of as many scored rows as a step may
-    have."""
+def drafting(model: Decoder, cache: LatentCache, limits: Limits, draft: Draft, pace: Pace) -> int:
+    """Bytes that drafts take on top: a step that verifies as many as there may be, states of two steps, and the
+    distributions that a step's drafts were drawn from, in FP32."""
+    few = pace.rows(limits.running) // limits.running
+    verify = taken(partial(largest, model, cache, [few] * limits.running, True))
+    states = 2 * limits.step_tokens * len(draft.taps) * model.dims.hidden * model.embed.element_size()
+    return verify + states + (few - 1) * limits.running * model.dims.vocab * 4
+
+
+def largest(model: Decoder, cache: LatentCache, queries: list[int], every: bool = False) -> None:
+    """A step of these query tokens, with the sampling of its rows, of the last tokens or of `every`, and, once, that of
+    as many scored rows as a step may have."""
     sequences = [Sequence() for _ in queries]
     sampler = Sampler(len(queries), model.dims.vocab, cache.rows.device)
     sampling = Sampling(temperature=1.0, top_p=0.9, presence=0.1, logprobs=20)
-    rows = [Row(sampling=sampling, seed=i, position=1, slot=i) for i in range(len(queries))]
-    step = batch(cache, [(s, [0] * n) for s, n in zip(sequences, queries, strict=True)])
+    tokens = sum(queries)
+    slots = [i for i, n in enumerate(queries) for _ in range(n if every else 1)]
+    rows = [Row(sampling=sampling, seed=i, position=1, slot=i) for i in slots]
+    work = [(s, [0] * n) for s, n in zip(sequences, queries, strict=True)]
+    step = batch(cache, work, list(range(tokens)) if every else None)
     logits = model.forward(step, cache)
     sampler(logits, rows, 20, model.ranks.agreed)
     scored = [Row(sampling=Sampling(logprobs=20), seed=0, position=1, slot=None, target=0)] * SCORED

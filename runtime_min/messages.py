@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runtime_min.request import Request
+from runtime_min.speculate.figures import Acceptance
 
 Finish = Literal["stop", "length", "cancelled", "error"]
 
@@ -39,7 +40,8 @@ class Close:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stats:
     """An engine's state after a step, over all groups: requests, pages of the cache, of them not held by a request;
-    preemptions so far; kernels compiled since it was ready, which should be none."""
+    preemptions so far; kernels compiled since it was ready, which should be none; what became of drafts, None where
+    there is no draft."""
 
     running: int = 0
     waiting: int = 0
@@ -47,6 +49,7 @@ class Stats:
     free: int = 1
     preempted: int = 0
     compiled: int = 0
+    drafts: Acceptance | None = None
 
 
 Command = Submit | Cancel | Close
@@ -55,7 +58,8 @@ Command = Submit | Cancel | Close
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
     """News of one request: tokens, or log-probabilities of its prompt, or its end. cached: prompt tokens that came
-    from the prefix cache."""
+    from the prefix cache. drafted: tokens that a draft proposed for this step, accepted: of them those among `tokens`.
+    """
 
     id: int
     tokens: tuple[int, ...] = ()
@@ -64,3 +68,5 @@ class Event:
     finish: Finish | None = None
     error: str | None = None
     cached: int = 0
+    drafted: int = 0
+    accepted: int = 0

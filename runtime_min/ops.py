@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
+from runtime_min.kernels.gqa import launch as gqa_launch
+from runtime_min.kernels.gqa import ref as gqa_ref
 from runtime_min.kernels.launch import Kernels
 from runtime_min.kernels.linear import launch as linear_launch
 from runtime_min.kernels.linear import ref as linear_ref
@@ -49,6 +51,7 @@ class Ops:
     mla_prefill: Callable[..., Tensor]
     moe_int4: Callable[[Tensor, Tensor, Tensor, Routing, int, MoeShape], Tensor]
     vit_attn: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
+    gqa: Callable[..., Tensor]
     kernels: Kernels | None = None
 
 
@@ -66,6 +69,7 @@ REF = Ops(
     mla_prefill=mla_prefill_ref.mla_prefill,
     moe_int4=moe_int4_ref.moe_int4,
     vit_attn=vit_attn_ref.vit_attn,
+    gqa=gqa_ref.gqa,
 )
 
 
@@ -91,5 +95,6 @@ def triton_ops(kernels: Kernels) -> Ops:
         mla_prefill=partial(mla_prefill_launch.mla_prefill, kernels),
         moe_int4=partial(moe_int4_launch.moe_int4, kernels),
         vit_attn=partial(vit_attn_launch.vit_attn, kernels),
+        gqa=gqa_launch.gqa,
         kernels=kernels,
     )

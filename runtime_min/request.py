@@ -7,6 +7,10 @@ from runtime_min.pages import PAGE_TOKENS
 from runtime_min.sample import Sampling
 from specs.errors import InputError
 
+# Tokens drafted in a row: with the token before them they still go through decode attention. Nodes of a draft tree:
+# with its root as many as an int64 has bits. Children of a node.
+MOST_DRAFTS, MOST_BUDGET, WIDTH = 15, 63, 8
+
 
 class RequestError(InputError):
     """A request that can never run here, or not now; says its numbers and the limits."""
@@ -34,7 +38,7 @@ class Request:
     """What one caller asks: up to max_tokens ids after `prompt`; an id of `stops` ends it and is given too.
 
     scored: the log-probability of every prompt token after the first, too (and no help from the prefix cache).
-    grammar: a compiled grammar as JSON, which the output keeps to.
+    grammar: a compiled grammar as JSON, which the output keeps to. draft: may the engine's draft propose its tokens?
     """
 
     prompt: tuple[int, ...]
@@ -44,6 +48,7 @@ class Request:
     scored: bool = False
     media: tuple[Media, ...] = ()
     grammar: str | None = None
+    draft: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +60,10 @@ class Limits:
     for what `memory` of the card leaves; page_tokens: kernels compiled ahead of time know 64; context: the most tokens
     of a request, None for the model's; graphs: decode steps up to this many tokens are captured, 0 for none; pictures:
     tokens of pictures whose embeddings are kept; grammars: load at the start what requests with grammars need.
+
+    draft: name of the artifact's draft that proposes tokens, None for plain decoding; spec_tokens: how many in a row at
+    most, None for what suits its kind; spec_tree: nodes of a tree of them, 0 for a chain; spec_adaptive: fewer or none
+    where they do not pay.
     """
 
     running: int = 64
@@ -68,8 +77,17 @@ class Limits:
     graphs: int = 64
     pictures: int = 16384
     grammars: bool = False
+    draft: str | None = None
+    spec_tokens: int | None = None
+    spec_tree: int = 0
+    spec_adaptive: bool = True
 
     def __post_init__(self) -> None:
+        if not 0 <= self.spec_tree <= MOST_BUDGET or not 1 <= (self.spec_tokens or 1) <= MOST_DRAFTS:
+            raise RequestError(
+                f"limits: {self.spec_tokens} tokens drafted in a row, expected 1..{MOST_DRAFTS}; a tree of "
+                f"{self.spec_tree} nodes, expected 0..{MOST_BUDGET}"
+            )
         if not 0 < self.running <= self.step_tokens or min(self.share, self.waiting) < 1 or not 0 < self.memory <= 1:
             raise RequestError(
                 f"limits: running {self.running} must be 1..step_tokens ({self.step_tokens}), share {self.share} and "

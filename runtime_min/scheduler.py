@@ -13,6 +13,7 @@ from typing import Any
 
 from runtime_min.pages import Pool, Sequence, page_key
 from runtime_min.request import Limits, Request
+from runtime_min.speculate.pace import DRAFTED, Own, Pace
 
 # Rows of logits that prompt log-probabilities may take in one step.
 SCORED = 256
@@ -23,7 +24,11 @@ class Active:
     """A request under way. tokens: prompt and output as far as the host has read them; pending: sampled on the device
     and not read yet; committed: its first pages that are in the prefix cache; cached: prompt tokens that came from
     there at first; scored: prompt tokens after the first whose log-probability was reported; counted: its slot holds
-    the counts that penalties need; constraint: its place in its grammar."""
+    the counts that penalties need; constraint: its place in its grammar.
+
+    drafting: may a draft propose its tokens; extended: cached tokens that the draft has taken in; fed: the step before
+    has left what the draft needs of those after them.
+    """
 
     id: int
     request: Request
@@ -39,6 +44,10 @@ class Active:
     counted: bool = False
     done: bool = False
     constraint: Any = None
+    drafting: bool = False
+    extended: int = 0
+    fed: bool = False
+    pace: Own = field(default_factory=Own)
 
     @property
     def length(self) -> int:
@@ -53,10 +62,15 @@ class Active:
         waits = self.constraint is not None and self.pending
         return 0 if finished or waits else self.length - self.sequence.length
 
-    def keys_up_to(self, pages: int, page_tokens: int) -> list[bytes]:
-        """Keys of the first `pages` pages, whose tokens must all be known."""
+    @property
+    def left(self) -> int:
+        """Tokens that may still follow those that exist."""
+        return len(self.request.prompt) + self.request.max_tokens - self.length
+
+    def keys_up_to(self, pages: int, page_tokens: int, ahead: int = 0) -> list[bytes]:
+        """Keys of the first `pages` pages, whose tokens and `ahead` after each must all be known."""
         for i in range(len(self.keys), pages):
-            low, high = i * page_tokens, (i + 1) * page_tokens
+            low, high = i * page_tokens, (i + 1) * page_tokens + ahead
             media = [(m.position - low, m.digest) for m in self.request.media if m.position < high and low < m.end]
             self.keys.append(page_key(self.keys[-1] if i else b"", self.tokens[low:high], media))
         return self.keys[:pages]
@@ -65,8 +79,10 @@ class Active:
 class Scheduler:
     """The requests of one group of ranks."""
 
-    def __init__(self, pool: Pool, limits: Limits) -> None:
-        self.pool, self.limits = pool, limits
+    def __init__(self, pool: Pool, limits: Limits, pace: Pace | None = None) -> None:
+        """pace: how much drafts propose, None where there is no draft."""
+        self.pool, self.limits, self.pace = pool, limits, pace
+        self.ahead = 0 if pace is None else pace.ahead
         self.waiting: list[Active] = []
         self.running: list[Active] = []
         self.slots = list(range(limits.running - 1, -1, -1))
@@ -88,7 +104,8 @@ class Scheduler:
                 work[a] = 1
         # Whoever lost its pages to an older one is not in the step any more.
         work = {a: n for a, n in work.items() if a.slot is not None}
-        left = self.limits.step_tokens - len(work)
+        self._draft(work)
+        left = self.limits.step_tokens - sum(work.values())
         if self.preempted == before:
             self._admit(left)
         prompts = [a for a in self.running if a.todo and a not in work]
@@ -104,6 +121,22 @@ class Scheduler:
                 work[a] = count
                 left -= count
         return list(work.items())
+
+    def _draft(self, work: dict[Active, int]) -> None:
+        """Adds drafted tokens to decoding requests while this step's tokens and free pages last."""
+        able = [a for a in work if a.drafting and a.fed]
+        if self.pace is None or not able:
+            return
+        room = min(self.limits.step_tokens, DRAFTED) - len(work)
+        for i, a in enumerate(able):
+            # The last token that a request may have needs no draft.
+            wish = self.pace.count(a.pace, a.left - 1, len(work))
+            count = min(wish, room // (len(able) - i), self._fits(a) - 1)
+            a.drafting = not self.pace.gives_up(a.pace)
+            if count > 0:
+                self.pool.grow(a.sequence, 1 + count)
+                work[a] += count
+                room -= count
 
     def _fits(self, a: Active) -> int:
         """Tokens that can follow without taking a page from anybody."""
@@ -130,12 +163,12 @@ class Scheduler:
                 return
             size = self.pool.page_tokens
             whole = 0 if a.request.scored else (len(a.tokens) - 1) // size
-            pages = self.pool.match(a.keys_up_to(whole, size))
+            pages = self.pool.match(a.keys_up_to(whole, size, self.ahead))
             if self.running and self.pool.count(len(a.tokens) + 1) - len(pages) > self.pool.available:
                 self.pool.release(Sequence(pages))
                 return
             a.sequence = Sequence(pages, len(pages) * size)
-            a.committed = len(pages)
+            a.committed, a.extended = len(pages), a.sequence.length
             a.cached = a.sequence.length if a.cached is None else a.cached
             a.slot = self.slots.pop()
             insort(self.running, self.waiting.pop(0), key=_order)
@@ -151,14 +184,16 @@ class Scheduler:
         self.pool.release(a.sequence)
         if a.slot is not None:
             self.slots.append(a.slot)
-        a.slot, a.committed, a.counted = None, 0, False
+        a.slot, a.committed, a.counted, a.fed = None, 0, False, False
 
     def commit(self, a: Active, length: int) -> None:
-        """The first `length` tokens of a running request are final, and so are the pages that they fill."""
-        full = min(length, a.sequence.length) // self.pool.page_tokens
+        """The first `length` tokens of a running request are final, and so are the pages that they fill, if a draft has
+        taken them in too."""
+        final = length if self.pace is None else min(length, a.extended)
+        full = min(final, a.sequence.length) // self.pool.page_tokens
         for page, key in zip(
             a.sequence.pages[a.committed : full],
-            a.keys_up_to(full, self.pool.page_tokens)[a.committed :],
+            a.keys_up_to(full, self.pool.page_tokens, self.ahead)[a.committed :],
             strict=True,
         ):
             self.pool.commit(page, key)

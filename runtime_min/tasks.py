@@ -1,7 +1,7 @@
 """What kiln-run does on every rank once the model is loaded. Rank 0 speaks, the others compute."""
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from runtime_min.prompt import Prompt, conversation, encoded, user_message
 from runtime_min.request import Bounds, Limits, Request
 from runtime_min.sample import Sampling
 from runtime_min.score import score
+from runtime_min.speculate.open import opened
 from runtime_min.text import Stream, Tokenizer
 from runtime_min.vision.encoder import Encoder
 from runtime_min.vision.items import Patched
@@ -30,7 +31,7 @@ PICTURED = {"pixels": (torch.float32, 4), "grids": (torch.int64, 2)}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """One request of `kiln-run generate`."""
+    """One request of `kiln-run generate`. drafts: fields of Limits about them."""
 
     prompt: str | None
     messages: Path | None
@@ -45,6 +46,7 @@ class Generation:
     top_k: int
     seed: int
     stream: bool
+    drafts: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +63,9 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
     context = model.cos.shape[0]
     Bounds(vocab=model.dims.vocab, context=context, cache_tokens=context).check(request)
     encode = Encoder.load(artifact, model.ops, model.ranks, model.settings) if prompt.items else None
-    core = Core(model, Limits(running=1, cache_tokens=len(prompt.ids) + wanted.tokens, graphs=1), encode)
+    limits = Limits(running=1, cache_tokens=len(prompt.ids) + wanted.tokens, graphs=1, **wanted.drafts)
+    draft = None if limits.draft is None else opened(artifact, limits.draft, model)
+    core = Core(model, limits, encode, draft=draft)
     if model.ranks.rank != 0:
         core.follow()
         return None
@@ -82,7 +86,7 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
                 told(stream.feed(token) if stream is not None else f"{token} ")
 
     with Engine.over(core) as engine:
-        result = engine.generate([request], listen=listen)[0]
+        result, drafts = engine.generate([request], listen=listen)[0], engine.stats.drafts
     told((stream.flush() if stream is not None else "") + ("\n" if wanted.stream else ""))
     if result.error is not None:
         raise PromptError(f"{result.error}; is the artifact damaged?")
@@ -91,6 +95,7 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
         "text": "".join(text) if stream is not None else None,
         "finish_reason": result.finish,
         "prompt_tokens": len(prompt.ids),
+        "drafts": None if drafts is None else drafts.facts(),
     }
 
 

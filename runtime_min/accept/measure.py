@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime_min.accept.report import Finding
+from runtime_min.artifact import Artifact
+from runtime_min.bench import speculate
 from runtime_min.engine import Engine
 from runtime_min.messages import Event
 from runtime_min.request import Request
@@ -20,6 +22,8 @@ from runtime_min.text.parser import Call
 from specs.errors import InputError
 
 WINDOW = 4096
+# Tokens of an answer that drafts are measured on, at most.
+ANSWER = 256
 
 
 class AcceptError(InputError):
@@ -44,6 +48,14 @@ def perplexity(engine: Engine, served: Served, text: Path, low: float, high: flo
     facts = {"perplexity": value, "tokens": len(scores), "low": low, "high": high, "window": size, "text": str(text)}
     said = f"{value:.4f} over {len(scores)} tokens, expected {low:g} to {high:g}"
     return Finding(name="perplexity", verdict="pass" if low <= value <= high else "fail", said=said, facts=facts)
+
+
+def drafts(engine: Engine, artifact: Artifact, prompts: Path, least: float) -> Finding:
+    """Greedy answers to the prompts with drafts and without. Passes with a mean accept length of at least `least`."""
+    found = speculate.measured(engine, artifact, speculate.prompts_of(prompts, artifact), Sampling(), ANSWER)
+    good = found.acceptance.length >= least
+    said = f"{found.acceptance.line()}, expected a length of {least:g}; {found.speedup:.2f} times plain decoding"
+    return Finding(name="drafts", verdict="pass" if good else "fail", said=said, facts=found.facts())
 
 
 @dataclass(slots=True)

@@ -20,7 +20,7 @@ from runtime_min.kernels.check import with_layers
 from runtime_min.kernels.launch import Kernels, Launch, Problem
 from runtime_min.kernels.mla_decode import launch as mla_decode
 from runtime_min.kernels.race import captured
-from runtime_min.kv import LatentCache, batch
+from runtime_min.kv import Batch, LatentCache, batch
 from runtime_min.models.decoder import Decoder
 from runtime_min.ops import Ops, each, triton_ops
 from runtime_min.pages import PAGE_TOKENS, Sequence
@@ -164,23 +164,36 @@ def decoded(model: Decoder, sequences: int, context: int, floor: Work, card: Car
 
 def op_by_op(model: Decoder, sequences: int, context: int, card: Card) -> list[OpRow]:
     """What a decode step's time goes to: for each op all its calls of one step, with their own inputs."""
-    device, cache = model.settings.device, model.cache(sequences * context)
+    cache = model.cache(sequences * context)
     cache.rows[:, cache.page_tokens :].normal_()
+    found = timed_ops(model, last_tokens(cache, sequences, context), cache, card)
+    rows = [
+        OpRow(sequences=sequences, context=context, op=op, calls=calls, ms=ms, limit_ms=limit)
+        for op, calls, ms, limit in found
+    ]
+    return sorted(rows, key=lambda r: -r.ms)
+
+
+def timed_ops(
+    model: Decoder, step: Batch, cache: LatentCache, card: Card, only: tuple[str, ...] = ()
+) -> list[tuple[str, int, float, float]]:
+    """(op, calls, ms, ms by the card's limits) of all calls of each op in a step, or of these ops, one op's calls in a
+    graph of their own."""
     calls: dict[str, list[tuple[Any, ...]]] = {}
     limits: dict[str, float] = {}
 
     def watched(name: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
             result = getattr(model.ops, name)(*args)
-            calls.setdefault(name, []).append(args)
-            limits[name] = limits.get(name, 0.0) + work(name, args, result).us(card.gb_s, card.tflops) / 1e3
+            if name in only or not only:
+                calls.setdefault(name, []).append(args)
+                limits[name] = limits.get(name, 0.0) + work(name, args, result).us(card.gb_s, card.tflops) / 1e3
             return result
 
         return call
 
-    whole = with_layers(model, list(range(model.dims.layers)), each(model.ops, watched))
-    whole.forward(last_tokens(cache, sequences, context), cache)
-    rows = []
+    with_layers(model, list(range(model.dims.layers)), each(model.ops, watched)).forward(step, cache)
+    found = []
     for name, made in calls.items():
 
         def every(name: str = name, made: list[tuple[Any, ...]] = made) -> None:
@@ -188,10 +201,8 @@ def op_by_op(model: Decoder, sequences: int, context: int, card: Card) -> list[O
                 getattr(model.ops, name)(*args)
 
         with torch.inference_mode():
-            ms = each_ms(device, once(device, every))
-        how = {"sequences": sequences, "context": context}
-        rows.append(OpRow(op=name, calls=len(made), ms=ms, limit_ms=limits[name], **how))
-    return sorted(rows, key=lambda r: -r.ms)
+            found.append((name, len(made), each_ms(cache.rows.device, once(cache.rows.device, every)), limits[name]))
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,8 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 )
 @click.option("--f1", type=click.FloatRange(0, 1), default=0.73, help="Least F1 of the decision to call a tool.")
 @click.option("--schema", type=click.FloatRange(0, 1), default=0.95, help="Least share of calls that keep to schema.")
+@click.option("--prompts", type=FILE, default=None, help="Prompts, one a line, for the acceptance of --draft.")
+@click.option("--length", type=click.FloatRange(1), default=1.5, help="Least mean accept length of --draft.")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=Path("accept"), help="Folder for accept.md, accept.json."
 )
@@ -39,9 +41,8 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 def accept(
     artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
     inner_eps: float, no_verify: bool,
-    running: int, waiting: int, step_tokens: int, context: int | None, cache_tokens: int | None, release: str,
-    prose: Path | None, perplexity: tuple[float, float], requests: Path | None, f1: float, schema: float, out: Path,
-    as_json: bool,
+    limits: Limits, release: str, prose: Path | None, perplexity: tuple[float, float], requests: Path | None, f1: float,
+    schema: float, prompts: Path | None, length: float, out: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Check ARTIFACT against the release and by what it says: kernels, files, prompts, perplexity, tool calls.
 
@@ -49,16 +50,13 @@ def accept(
     """
     need("accept", "accept")
     run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
-    limits = Limits(
-        running=running, waiting=waiting, step_tokens=step_tokens, context=context, cache_tokens=cache_tokens
-    )
     findings = [_doctor(run)]
     if release == "none":
         findings.append(Finding(name="digests", verdict="skipped", said="--release none"))
     else:
         findings.append(text.digests(artifact))
     findings.append(text.renderings(artifact))
-    findings += _measured(run, limits, prose, perplexity, requests, (f1, schema))
+    findings += _measured(run, limits, prose, perplexity, requests, (f1, schema), prompts, length)
     page, data = report.write(out, str(artifact), findings)
     if as_json:
         click.echo(data.read_text())
@@ -78,25 +76,32 @@ def _doctor(run: Run) -> Finding:
 
 def _measured(
     run: Run, limits: Limits, prose: Path | None, bounds: tuple[float, float], requests: Path | None,
-    least: tuple[float, float],
+    least: tuple[float, float], prompts: Path | None, length: float,
 ) -> list[Finding]:  # fmt: skip
-    """What needs the model running: once for both."""
-    skipped = {"perplexity": (prose, "--text"), "tool calls": (requests, "--requests")}
+    """What needs the model running: once for all."""
+    prompts = prompts if limits.draft is not None else None
+    skipped = {
+        "perplexity": (prose, "--text"), "tool calls": (requests, "--requests"),
+        "drafts": (prompts, "--draft with --prompts"),
+    }  # fmt: skip
     out = [
         Finding(name=name, verdict="skipped", said=f"no {option}")
         for name, (file, option) in skipped.items()
         if file is None
     ]
-    if prose is None and requests is None:
+    if len(out) == len(skipped):
         return out
     from runtime_min.accept import measure
     from runtime_min.engine import Engine
     from runtime_min.serve import start
 
+    opened = Artifact.open(run.artifact, verify=False)
     with Engine(run.artifact, limits, **run.how) as engine:
-        what = start.served(Artifact.open(run.artifact, verify=False), engine.bounds)
+        what = start.served(opened, engine.bounds)
         if prose is not None:
             out.append(measure.perplexity(engine, what, prose, *bounds))
         if requests is not None:
             out.append(measure.tool_calls(engine, what, requests, *least))
+        if prompts is not None:
+            out.append(measure.drafts(engine, opened, prompts, length))
     return out

@@ -13,10 +13,12 @@ import click
 from runtime_min.artifact import Artifact
 from runtime_min.commands.options import chosen, limit_options, run_options
 from runtime_min.engine import Engine
+from runtime_min.messages import Event
 from runtime_min.pictures import media
 from runtime_min.prompt import Prompt, encoded, user_message
 from runtime_min.request import Limits, Media, Request
 from runtime_min.sample import Sampling
+from runtime_min.speculate.figures import Acceptance
 from runtime_min.text import Tokenizer
 from runtime_min.text.parser import Parser, Part, Text, begins_inside_reasoning
 from runtime_min.vision.rule import Rule
@@ -84,17 +86,20 @@ class Chat:
         begun = time.monotonic()
         told = Told(self.say, self.color)
         count, first = 0, begun
-        for tokens, finish in self._events(self._request(prompt)):
-            if tokens and not count:
+        drafts = Acceptance()
+        for event in self._events(self._request(prompt)):
+            if event.tokens and not count:
                 first = time.monotonic()
-            count += len(tokens)
-            for token in tokens:
+            count += len(event.tokens)
+            drafts = drafts.plus(event.drafted, event.accepted) if event.drafted else drafts
+            for token in event.tokens:
                 told.show(parser.feed(token) if token not in stops else [])
-            if finish is not None:
-                told.show(parser.finish(cut=finish != "stop"))
+            if event.finish is not None:
+                told.show(parser.finish(cut=event.finish != "stop"))
         last = time.monotonic()
         speed = f"{(count - 1) / (last - first):.1f} tokens a second" if count > 1 and last > first else ""
-        told.close(", ".join(filter(None, (f"{count} tokens", speed, f"first after {first - begun:.2f} s"))))
+        length = f"accept length {drafts.length:.2f}" if drafts.drafts else ""
+        told.close(", ".join(filter(None, (f"{count} tokens", speed, f"first after {first - begun:.2f} s", length))))
         return told.message
 
     def _request(self, prompt: Prompt) -> Request:
@@ -109,8 +114,8 @@ class Chat:
             sampling=self.sampling, stops=self.tokenizer.stop_ids, media=seen,
         )  # fmt: skip
 
-    def _events(self, request: Request) -> Iterator[tuple[tuple[int, ...], str | None]]:
-        """Tokens and the reason to end; Ctrl-C ends the answer, not the conversation."""
+    def _events(self, request: Request) -> Iterator[Event]:
+        """The request's events; Ctrl-C ends the answer, not the conversation."""
         id, stopped = self.engine.submit(request), False
         while True:
             try:
@@ -121,7 +126,7 @@ class Chat:
                 stopped, events = True, []
                 self.engine.cancel(id)
             for event in events:
-                yield event.tokens, event.finish
+                yield event
                 if event.error is not None:
                     raise InputError(event.error)
                 if event.finish is not None:
@@ -174,13 +179,10 @@ def to_stdout(text: str) -> None:
 def chat(
     artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
     inner_eps: float, no_verify: bool,
-    running: int, waiting: int, step_tokens: int, context: int | None, cache_tokens: int | None, instant: bool,
+    limits: Limits, instant: bool,
     max_tokens: int | None, temperature: float, top_p: float, seed: int | None,
 ) -> None:  # fmt: skip
     """Chat with ARTIFACT in the terminal: history, pictures by path, what is thought dimmed; /help in it tells more."""
-    limits = Limits(
-        running=running, waiting=waiting, step_tokens=step_tokens, context=context, cache_tokens=cache_tokens
-    )
     with suppress(ImportError):
         # Lines can be edited and called back where there is readline.
         import readline  # noqa: F401

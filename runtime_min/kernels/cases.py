@@ -25,6 +25,8 @@ MOST_COPIES = 32
 COUNTS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 VERIFIED = (1, 4, 16, 64)
 QUERIES = (2, 4, 8, 16)
+# (sequences, nodes) of draft trees beyond that.
+GROWN = ((1, 32), (4, 32), (1, 64), (4, 64))
 # Longest first: a problem that does not depend on tokens is known by its first call.
 PREFILLS = (8192, 4096, 2048, 1024, 512)
 CONTEXT = 8192
@@ -47,6 +49,8 @@ def steps() -> Iterator[Step]:
     for count in VERIFIED:
         for queries in QUERIES:
             yield Step(((queries, CONTEXT),) * count)
+    for count, nodes in GROWN:
+        yield Step(((nodes, CONTEXT),) * count, tree=True)
     for tokens in PREFILLS:
         yield Step(((tokens, tokens),))
 
@@ -79,7 +83,7 @@ def _take(model: Decoder, step: Step) -> None:
         ).tolist()
         return found
 
-    model.forward(batch(cache, work(cache, step, ids)), cache)
+    model.forward(batch(cache, work(cache, step, ids), parents=step.parents), cache)
 
 
 def _watched(found: dict[Problem, Case]) -> Ops:

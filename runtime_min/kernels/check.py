@@ -11,6 +11,7 @@ from torch import Tensor
 
 from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.moe_route.ref import Routing
+from runtime_min.kernels.record import Step
 from runtime_min.kv import batch, room
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.ops import REF, Ops, each
@@ -22,7 +23,9 @@ from specs.dims import VisionDims
 BOUNDS = {torch.bfloat16: 3e-2, torch.float32: 1e-4}
 # Experts that the check of moe_int4 sends its tokens to: the definition unpacks each of them on the host.
 EXPERTS = 8
-STEPS = (((1, 70), (1, 3)), ((3, 20), (1, 1)), ((24, 24), (20, 90)))
+STEPS = (
+    Step(((1, 70), (1, 3))), Step(((3, 20), (1, 1))), Step(((24, 24), (20, 90))), Step(((20, 90), (3, 3)), tree=True),
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +48,8 @@ def self_check(model: Decoder) -> tuple[list[Checked], float]:
     worst: dict[str, tuple[int, float]] = {}
     kinds = {0, min(model.dims.dense_layers, model.dims.layers - 1)}
     small = with_layers(model, sorted(kinds), _comparing(model.ops, worst))
-    for sizes in STEPS:
+    for wish in STEPS:
+        sizes = wish.sequences
         cache = small.cache(room(cached for _, cached in sizes))
         past, work = [], []
         generator = torch.Generator().manual_seed(len(sizes))
@@ -54,9 +58,9 @@ def self_check(model: Decoder) -> tuple[list[Checked], float]:
             sequence = Sequence()
             past += [(sequence, ids[: cached - queries])] if cached > queries else []
             work.append((sequence, ids[cached - queries :]))
-        for step in (past, work):
-            if step:
-                small.forward(batch(cache, step), cache)
+        if past:
+            small.forward(batch(cache, past), cache)
+        small.forward(batch(cache, work, parents=wish.parents), cache)
     bound = BOUNDS[model.settings.dtype]
     found = [Checked(op=op, calls=n, error=e, bound=bound) for op, (n, e) in sorted(worst.items())]
     return found, time.perf_counter() - begin

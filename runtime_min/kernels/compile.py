@@ -11,22 +11,29 @@ from typing import Any
 
 import torch
 
-from runtime_min.artifact import Artifact, Stored
+from runtime_min.artifact import Artifact, Stored, rank_of
+from runtime_min.drafts import DFlash, Draft, Eagle3
+from runtime_min.drafts.open import made
 from runtime_min.kernels import index, tuning
 from runtime_min.kernels.choose import choosers
 from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
 from runtime_min.kernels.launch import Problem
-from runtime_min.kernels.record import Recorder, Step, Variant, steps
+from runtime_min.kernels.record import Recorder, Step, Variant, steps, trees
 from runtime_min.kv import LatentCache, batch, room
-from runtime_min.models.decoder import Decoder, Settings
-from runtime_min.models.shapes import of_artifact
+from runtime_min.models.decoder import Around, Attention, Decoder, Settings
+from runtime_min.models.shapes import of_artifact, of_entries
 from runtime_min.ops import Ops, triton_ops
-from runtime_min.pages import Sequence
+from runtime_min.pages import PAGE_TOKENS, Sequence
 from runtime_min.ranks import Ranks
+from specs import manifest
 from specs.dims import TextDims, VisionDims
+from specs.draft import DraftConfig, read_draft_config
 from specs.mesh import Mesh
 from specs.schema import archs
+
+# Positions of a model whose kernels are recorded.
+LONGEST = 1 << 18
 
 
 class Alone(Ranks):
@@ -61,17 +68,58 @@ def recorded(
     dtype: torch.dtype,
     choose: Callable[[Problem], Any],
     vision: VisionDims | None = None,
+    drafts: Iterable[tuple[DraftConfig, dict[str, Stored]]] = (),
 ) -> Recorder:
-    """Every kernel and problem of a rank's model up to its context, and of its vision tower; weights on the meta
-    device."""
+    """Every kernel and problem of a rank's model up to its context, of its vision tower and its drafts; weights on the
+    meta device."""
     recorder = Recorder(choose)
-    how = Settings(dtype=dtype, device=torch.device("meta"), positions=min(dims.context, 1 << 18))
+    how = Settings(dtype=dtype, device=torch.device("meta"), positions=min(dims.context, LONGEST))
     model = Decoder(dims, weights, triton_ops(recorder), Alone(0, mesh), how)
     for step in steps(dims.context):
         take(model, step)
+    grow(model, model.layers[0][1].heads, how)
     if vision is not None:
         see(vision, model.ops, dtype)
+    for config, mine in drafts:
+        guess(made(config, mine, model), steps(min(dims.context, LONGEST)))
     return recorder
+
+
+def grow(model: Around, heads: int, how: Settings) -> None:
+    """Decode attention of trees, whose sizes no other op depends on."""
+    d = model.dims
+    for step in trees():
+        counts = [n for n, _ in step.sequences]
+        tokens, sequences, pages = sum(counts), len(counts), -(-step.sequences[0][1] // PAGE_TOKENS)
+        zeros = partial(torch.zeros, device=how.device)
+        cu_q = torch.arange(0, tokens + 1, counts[0], dtype=torch.int32, device=how.device)
+        lengths = torch.full((sequences,), step.sequences[0][1], dtype=torch.int32, device=how.device)
+        model.ops.mla_decode(
+            zeros(tokens, heads, d.kv_lora, dtype=how.dtype), zeros(tokens, heads, d.qk_rope, dtype=how.dtype),
+            zeros(PAGE_TOKENS, d.kv_a, dtype=how.dtype), zeros(sequences, pages, dtype=torch.int32), cu_q, lengths,
+            PAGE_TOKENS, model.scale, counts[0], (lengths - counts[0], zeros(tokens, dtype=torch.int64)),
+        )  # fmt: skip
+
+
+def guess(draft: Draft, which: Iterable[Step]) -> None:
+    """The kernels of a draft over steps as its target takes them."""
+    target = draft.target
+    for step in which:
+        cache = target.cache(room(cached + draft.dims.block for _, cached in step.sequences))
+        rows, past = draft.cache(cache), work(cache, step, lambda count: [0] * count)
+        whole = batch(cache, past)
+        tokens, like = len(whole.ids), target.embed
+        embeds, states = like.new_zeros(tokens, draft.dims.hidden), like.new_zeros(tokens, draft.dims.states)
+        if isinstance(draft, DFlash):
+            draft.context(states, whole, rows)
+            block = batch(cache, [(s, [0] * draft.block) for s, _ in past])
+            draft.block_logits(like.new_zeros(len(block.ids), draft.dims.hidden), block, rows)
+        else:
+            draft.first(embeds, states, whole, rows)
+            draft.logits(draft.next(embeds, embeds, whole, rows)[1][whole.last])
+    if draft.dims.kind == "eagle3_mla":
+        assert isinstance(draft, Eagle3) and isinstance(draft.attention, Attention)
+        grow(draft, draft.attention.heads, target.settings)
 
 
 def see(dims: VisionDims, ops: Ops, dtype: torch.dtype) -> None:
@@ -85,7 +133,7 @@ def see(dims: VisionDims, ops: Ops, dtype: torch.dtype) -> None:
 def take(model: Decoder, step: Step) -> None:
     """One step of a batch of these sizes, whose past was never computed."""
     cache = model.cache(room(cached for _, cached in step.sequences))
-    model.forward(batch(cache, work(cache, step, lambda count: [0] * count)), cache)
+    model.forward(batch(cache, work(cache, step, lambda count: [0] * count), parents=step.parents), cache)
 
 
 def work(cache: LatentCache, step: Step, ids: Callable[[int], list[int]]) -> list[tuple[Sequence, list[int]]]:
@@ -117,8 +165,9 @@ def compile_artifact(path: Path, arch: str, workers: int, progress: Callable[[in
     tuning.put(path, arch, weights)
     seen = artifact.config.vision if artifact.has_vision else None
     found: dict[Variant, None] = {}
+    drafts = [of_draft(artifact, folder.parent) for folder in sorted(path.glob(f"draft/*/{manifest.NAME}"))]
     for choose in choosers(arch, path, weights):
-        found |= recorded(artifact.config.text, artifact.mesh, shapes, torch.bfloat16, choose, seen).variants
+        found |= recorded(artifact.config.text, artifact.mesh, shapes, torch.bfloat16, choose, seen, drafts).variants
     wanted = list(found)
     target = index.folder(path, arch)
     if _there(path, arch, weights, wanted):
@@ -137,6 +186,13 @@ def compile_artifact(path: Path, arch: str, workers: int, progress: Callable[[in
     shutil.rmtree(target, ignore_errors=True)
     draft.rename(target)
     return len(wanted), False
+
+
+def of_draft(artifact: Artifact, path: Path) -> tuple[DraftConfig, dict[str, Stored]]:
+    """A draft of the artifact by its shapes."""
+    _, entries, _ = rank_of(path, artifact.rank, False)
+    config = read_draft_config(manifest.read_json(path / "config.json"), artifact.config.text.layers)
+    return config, of_entries(entries, torch.bfloat16)
 
 
 def _there(path: Path, arch: str, weights: str, wanted: Iterable[Variant]) -> bool:

@@ -64,9 +64,25 @@ class Recorder:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """A batch by its sizes alone: (query tokens, cached tokens with them) of every sequence."""
+    """A batch by its sizes alone: (query tokens, cached tokens with them) of every sequence; tree: the query tokens are
+    the nodes of one, each of two children, not a chain."""
 
     sequences: tuple[tuple[int, int], ...]
+    tree: bool = False
+
+    @property
+    def parents(self) -> tuple[tuple[int, ...], ...]:
+        """As `batch` takes them."""
+        return tuple(tuple((i + 1) // 2 - 1 for i in range(n)) for n, _ in self.sequences) if self.tree else ()
+
+
+def trees() -> Iterator[Step]:
+    """Steps that reach every kernel of trees: 1 to 64 nodes to as many sequences as there are room for."""
+    for nodes in (1, 2, 4, 8, 16, 32, 64):
+        for count in (1, 2, 3, 4, 5, 8, 9, 16, 17, 32, 33, 64, 65, 128, 256, 512):
+            if count * nodes <= 1024:
+                yield Step(((nodes, 64),) * count, tree=True)
+                yield Step(((nodes, 2048),) * count, tree=True)
 
 
 def steps(context: int) -> Iterator[Step]:

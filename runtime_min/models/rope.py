@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from specs.dims import TextDims, Yarn
+from specs.draft import DraftConfig
 
 
 def correction(yarn: Yarn, dim: int, beta: float) -> float:
@@ -37,6 +38,12 @@ def tables(yarn: Yarn, dim: int, positions: int, dtype: torch.dtype = torch.floa
     return angles.cos() * amplitude, angles.sin() * amplitude
 
 
-def softmax_scale(dims: TextDims) -> float:
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates the pairs (x[..., j], x[..., j + D / 2]) by angle j. cos, sin: broadcast to [..., D / 2]."""
+    a, b = x.to(cos.dtype).chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+
+
+def softmax_scale(dims: TextDims | DraftConfig) -> float:
     """qk_head^-0.5 times mscale squared: the head's 192 values, not the latent's 576."""
     return float(dims.qk_head**-0.5 * mscale(dims.rope.factor, dims.rope.mscale_all_dim) ** 2)

@@ -1,6 +1,7 @@
 """One rank's text weights by shape alone: to plan kernels without reading, and to bench without a checkpoint."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,16 @@ Make = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 def of_artifact(artifact: Artifact, dtype: torch.dtype) -> dict[str, Stored]:
     """Weights of the artifact's rank on the meta device: shapes and dtypes as `Artifact.weights` gives them."""
+    return of_entries(artifact.entries, dtype)
+
+
+def of_entries(entries: Sequence[Mapping[str, Any]], dtype: torch.dtype) -> dict[str, Stored]:
+    """The same of a part's index, a target's or a draft's."""
     out: dict[str, Stored] = {}
     rows: dict[str, int] = {}
-    for e in artifact.entries:
+    for e in entries:
         rows[e["name"]] = rows.get(e["name"], 0) + e["shape"][0]
-    for e in artifact.entries:
+    for e in entries:
         kept = DTYPES[e["dtype"]] if e["dtype"] != "BF16" else dtype
         tensor = torch.empty((rows[e["name"]], *e["shape"][1:]), dtype=kept, device="meta")
         how = {k: v for k, v in e["layout"].items() if k != "id"}

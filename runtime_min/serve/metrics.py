@@ -1,10 +1,12 @@
 """What the server counts: for Prometheus, and for its own line of status."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, Metric
+from prometheus_client.registry import Collector
 
 from runtime_min.messages import Event
 from runtime_min.serve.jobs import Job
@@ -30,6 +32,37 @@ class Clock:
         self.first = now if self.first is None else self.first
         self.last = now
         return gap
+
+
+class Drafts(Collector):
+    """Sums about drafted tokens, of which the usual figures are made: acceptance rate = accepted / draft_tokens, mean
+    accept length = 1 + accepted / drafts, rate at a position = accepted_at / drafts. Nothing without a draft."""
+
+    def __init__(self, pump: Pump) -> None:
+        self.pump = pump
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterator[Metric]:
+        found = self.pump.engine.stats.drafts
+        if found is None:
+            return
+        told = {
+            "drafts": ("Steps of requests that had drafts.", found.drafts),
+            "draft_tokens": ("Drafted tokens.", found.draft_tokens),
+            "accepted": ("Of them, accepted and given out.", found.accepted),
+            "draft_seconds": ("Spent on drafting.", found.draft_ms / 1e3),
+            "verify_seconds": ("Spent on the target's part of the same steps.", found.verify_ms / 1e3),
+        }
+        for name, (what, value) in told.items():
+            yield CounterMetricFamily(f"kiln_spec_{name}", what, value=value)
+        places = CounterMetricFamily(
+            "kiln_spec_accepted_at", "Accepted runs that reach a position.", labels=["position"]
+        )
+        for i, count in enumerate(found.accepted_at, start=1):
+            places.add_metric([str(i)], count)
+        yield places
 
 
 class Metrics:
@@ -62,6 +95,7 @@ class Metrics:
         }
         for name, (what, value) in gauges.items():
             Gauge(f"kiln_{name}", what, registry=self.registry).set_function(value)
+        self.registry.register(Drafts(pump))
 
     def heard(self, event: Event) -> None:
         """Counts an event of the engine."""

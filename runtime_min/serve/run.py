@@ -113,6 +113,7 @@ def status(server: Server) -> Iterator[str | None]:
 def told(stats: Stats) -> str:
     """The engine's part of a line of status."""
     used = 100 * (stats.pages - stats.free) / max(1, stats.pages)
+    drafts = f", accept length {stats.drafts.length:.2f}" if stats.drafts is not None and stats.drafts.drafts else ""
     extra = f", {stats.preempted} preemptions" if stats.preempted else ""
     extra += f", COMPILED {stats.compiled} KERNELS WHILE SERVING" if stats.compiled else ""
-    return f"{stats.running} running, {stats.waiting} queued, cache {used:.0f}%{extra}"
+    return f"{stats.running} running, {stats.waiting} queued, cache {used:.0f}%{drafts}{extra}"

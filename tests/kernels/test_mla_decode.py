@@ -1,5 +1,6 @@
 """Decode attention against its definition: ragged queries and lengths, splits, pages in any order, padding."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from torch import Tensor
 from runtime_min.kernels.jit import Jit
 from runtime_min.kernels.mla_decode import launch, ref
 from runtime_min.kernels.mla_decode.launch import Config
+from runtime_min.kv import ancestors
 
 # fp32: order of sums. bf16: weights are rounded once, the result once.
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2}
@@ -73,6 +75,66 @@ def test_mla_decode(device: str, dtype: torch.dtype, config: Config, sizes: tupl
     inputs = case(device, dtype, *sizes)
     found = launch.mla_decode(Fixed(config), **inputs)
     close(found, ref.mla_decode(**inputs), dtype)
+
+
+def grown(inputs: dict[str, Any]) -> dict[str, Any]:
+    """The same call whose query tokens are nodes of random trees."""
+    device, visible, prefix = inputs["rows"].device, [], []
+    for b, n in enumerate(inputs["cu_q"].diff().tolist()):
+        parents = [int(torch.randint(-1, i, (1,))) if i else -1 for i in range(n)]
+        visible += ancestors(parents)[0].tolist()
+        prefix.append(int(inputs["lengths"][b]) - n)
+    tree = (torch.tensor(prefix, dtype=torch.int32, device=device), torch.tensor(visible, device=device))
+    return inputs | {"longest": 64, "tree": tree}
+
+
+TREES = [
+    ([64, 1, 7], [64 + 37, 5, 130], 2, 64, 16, 16), ([40, 0, 2], [40, 0, 64], 3, 96, 16, 32),
+    ([5, 64], [70, 64], 5, 32, 16, 32),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("sizes", TREES, ids=str)
+def test_trees(device: str, dtype: torch.dtype, config: Config, sizes: tuple[Any, ...]) -> None:
+    inputs = grown(case(device, dtype, *sizes))
+    found = launch.mla_decode(Fixed(config), **inputs)
+    want = ref.mla_decode(**inputs)
+    close(found, want, dtype)
+    causal = ref.mla_decode(**{k: v for k, v in inputs.items() if k != "tree"})
+    assert (causal - want).abs().max() > 0.1
+
+
+def test_a_chain_is_the_causal_mask(device: str) -> None:
+    inputs = case(device, torch.float32, [5, 16, 1], [70, 16, 33], 2, 64, 16, 16)
+    visible = [bits for n in (5, 16, 1) for bits in ancestors(range(-1, n - 1))[0].tolist()]
+    tree = (torch.tensor([65, 0, 32], dtype=torch.int32, device=device), torch.tensor(visible, device=device))
+    want = ref.mla_decode(**inputs)
+    close(ref.mla_decode(**inputs, tree=tree), want, torch.float32)
+    close(launch.mla_decode(Jit(), **inputs, tree=tree), want, torch.float32)
+
+
+def test_a_node_sees_itself_and_its_ancestors_alone(device: str) -> None:
+    """T64: other nodes' rows, whatever they hold, change nothing but themselves and their descendants."""
+    parents = [-1, 0, 0, 1, 2, 3]
+    inputs = grown(case(device, torch.float32, [6], [22], 2, 64, 16, 16))
+    inputs["tree"] = (inputs["tree"][0], torch.tensor(ancestors(parents)[0], device=device))
+    for op in (ref.mla_decode, partial(launch.mla_decode, Jit())):
+        before = op(**inputs)
+        for node in range(6):
+            rows, key = inputs["rows"].clone(), 16 + node
+            rows[int(inputs["pages"][0, key // 16]) * 16 + key % 16] += 1
+            moved = (op(**inputs | {"rows": rows}) != before).flatten(1).any(1).tolist()
+            assert moved == [bool(int(bits) >> node & 1) for bits in inputs["tree"][1]]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 64])
+def test_trees_at_the_model_s_sizes(device: str, heads: int) -> None:
+    inputs = grown(case(device, torch.bfloat16, [64, 4, 16, 1], [5000, 700, 64, 1], heads, 512, 64, 64))
+    wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+    close(launch.mla_decode(Jit(), **inputs), ref.mla_decode(**wide), torch.bfloat16)
 
 
 @pytest.mark.gpu

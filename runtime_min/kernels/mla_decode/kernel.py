@@ -15,14 +15,15 @@ from runtime_min.kernels.compat import dot, rounded
 
 @triton.jit(do_not_specialize=["pages_row", "splits", "scale", "tokens"])
 def split(
-    Q_LAT, Q_PE, ROWS, PAGES, CU_Q, LENGTHS, OUT, STATE, pages_row, splits, scale, tokens,
+    Q_LAT, Q_PE, ROWS, PAGES, CU_Q, LENGTHS, OUT, STATE, pages_row, splits, scale, tokens, PREFIX, VISIBLE,
     H: tl.constexpr, L: tl.constexpr, BL: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, P: tl.constexpr,
-    BLOCK: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK: tl.constexpr, ALONE: tl.constexpr, STAGES: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences, splits, blocks of BLOCK rows. scale is in units of log 2.
 
     ALONE: OUT [T, H, L] is the result. Else OUT fp32 [splits, T, H, L] holds sums of weights times values, and STATE
-    fp32 [splits, T, H, 2] the largest score and the sum of weights.
+    fp32 [splits, T, H, 2] the largest score and the sum of weights. TREE: a query sees keys before PREFIX[b], and key
+    PREFIX[b] + j where bit j of VISIBLE [T] is set; PREFIX and VISIBLE are not looked at otherwise.
     """
     b, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(CU_Q + b)
@@ -41,6 +42,9 @@ def split(
     q_lat = tl.load(Q_LAT + row[None, :] * L + n[:, None], mask=ok[None, :] & (n < L)[:, None], other=0.0)
     q_pe = tl.load(Q_PE + row[None, :] * R + k[:, None], mask=ok[None, :] & (k < R)[:, None], other=0.0)
     limit = length - count + 1 + r // H
+    if TREE:
+        prefix = tl.load(PREFIX + b)
+        visible = tl.load(VISIBLE + first + r // H, mask=ok, other=0)
     best = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
     acc = tl.zeros([BL, BLOCK], tl.float32)
@@ -57,7 +61,13 @@ def split(
             rope = tl.load(place + L + k[None, :], mask=there & (k < R)[None, :], other=0.0)
         scores = dot(latent, q_lat, tl.zeros([P, BLOCK], tl.float32))
         scores = dot(rope, q_pe, scores) * scale
-        scores = tl.where((p * P + token)[:, None] < limit[None, :], scores, -1e30)
+        if TREE:
+            node = p * P + token - prefix
+            bits = (visible[None, :] >> (node & 63).to(tl.int64)[:, None]) & 1
+            below = (node < 64) & (p * P + token < length)
+            scores = tl.where((node < 0)[:, None] | (below[:, None] & (bits != 0)), scores, -1e30)
+        else:
+            scores = tl.where((p * P + token)[:, None] < limit[None, :], scores, -1e30)
         new = tl.maximum(best, tl.max(scores, 0))
         weights = tl.where(scores > -1e29, tl.exp2(scores - new[None, :]), 0.0)
         fade = tl.exp2(best - new)

@@ -56,7 +56,7 @@ class Problem:
 
 def mla_decode(
     kernels: Kernels, q_lat: Tensor, q_pe: Tensor, rows: Tensor, pages: Tensor, cu_q: Tensor, lengths: Tensor,
-    page_tokens: int, scale: float, longest: int = LONGEST,
+    page_tokens: int, scale: float, longest: int = LONGEST, tree: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:  # fmt: skip
     tokens, heads, latent = q_lat.shape
     rope, sequences = q_pe.shape[2], len(lengths)
@@ -81,6 +81,7 @@ def mla_decode(
         "BLOCK": config.block,
         "ALONE": splits == 1,
         "STAGES": config.stages,
+        "TREE": tree is not None,
     }  # fmt: skip
     parts, state = out, out
     if splits > 1:
@@ -88,6 +89,7 @@ def mla_decode(
         state = torch.empty(splits, tokens, heads, 2, dtype=torch.float32, device=out.device)
     args: tuple[Any, ...] = (
         q_lat, q_pe, rows, pages, cu_q, lengths, parts, state, pages.stride(0), splits, scale * LOG2E, tokens,
+        *(tree or (cu_q, cu_q)),
     )  # fmt: skip
     grid = (sequences, splits, blocks)
     kernels.run(Launch(kernel="mla_decode.split", grid=grid, args=args, constants=constants, warps=config.warps))

@@ -22,13 +22,15 @@ def mla_decode(
     page_tokens: int,
     scale: float,
     longest: int = 16,
+    tree: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor:
     """Output in the latent space [T, H, L].
 
     q_lat [T, H, L] and q_pe [T, H, R] of B sequences, ragged: cu_q [B + 1] int32 are their bounds in T. rows
     [cache rows, L + R]; pages [B, max pages] int32; lengths [B] int32 counts the cached tokens of each sequence, its
     query tokens included: query i of n sees lengths - n + i + 1 of them. scale multiplies the scores. No sequence has
-    more than `longest` query tokens.
+    more than `longest` query tokens. tree: (prefix [B] int32, visible [T] int64), and then a query sees the keys
+    before prefix and key prefix + j where bit j of visible is set, j < 64.
     """
     out, latent = torch.empty_like(q_lat), q_lat.shape[-1]
     for b in range(len(lengths)):
@@ -36,10 +38,12 @@ def mla_decode(
         keys = gather(rows, pages[b], length, page_tokens).to(wide(q_lat))
         q = torch.cat([q_lat[low:high], q_pe[low:high]], -1).to(keys.dtype)
         scores = torch.einsum("qhd,kd->hqk", q, keys) * scale
-        seen = (
-            torch.arange(length, device=q.device)
-            <= torch.arange(length - (high - low), length, device=q.device)[:, None]
-        )
+        token = torch.arange(length, device=q.device)
+        seen = token <= token[length - (high - low) :, None]
+        if tree is not None:
+            node = token - tree[0][b]
+            bits = (tree[1][low:high, None] >> node.clamp(0, 63)) & 1
+            seen = (node < 0) | ((node < 64) & (bits == 1))
         p = scores.masked_fill(~seen, -torch.inf).softmax(-1)
         out[low:high] = torch.einsum("hqk,kd->qhd", p, keys[:, :latent]).to(out.dtype)
     return out
