@@ -20,7 +20,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from convert.demo.geometry import K26, TINY, config
 from convert.demo.tokenizer import tokenizer_config
 from runtime_min.text import ChatError, ChatTemplate, Piece, Stream, Tokenizer, TokenizerError, ToolError, declare
-from runtime_min.text.tokenizer import PRE_TOKENIZER
+from specs.pretokenizer import PRE_TOKENIZER
 from specs.errors import InputError
 
 FIXTURES = Path(__file__).parent / "fixtures"
