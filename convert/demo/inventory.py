@@ -7,7 +7,7 @@ from typing import Literal
 
 from convert.demo.geometry import GROUP, Dialect, Geometry
 
-BYTES = {"BF16": 2, "F32": 4, "I32": 4}
+BYTES = {"BF16": 2, "F32": 4, "I32": 4, "I64": 8}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,7 +15,7 @@ class TensorSpec:
     """One stored tensor. `noise` is drawn from N(mean, std); the other kinds are the three parts of an INT4 weight."""
 
     name: str
-    dtype: Literal["BF16", "F32", "I32"]
+    dtype: Literal["BF16", "F32", "I32", "I64"]
     shape: tuple[int, ...]
     kind: Literal["noise", "packed", "scale", "shape"] = "noise"
     mean: float = 0.0

@@ -54,20 +54,21 @@ class _Sent(torch.autograd.Function):
 
 
 class _Returned(torch.autograd.Function):
-    """y [places, H], weights [N, k] -> the weighted sums [N, H]."""
+    """y [places, H], weights [N, k] fp32 -> the weighted sums [N, H] fp32."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, weights: Tensor, slot: Tensor, source: Tensor) -> Tensor:
         ctx.save_for_backward(y, weights, slot, source)
-        return torch.bmm(weights[:, None].to(y.dtype), _padded(y)[slot]).squeeze(1)
+        return (_padded(y)[slot].float() * weights[..., None]).sum(1)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:
         y, weights, slot, source = ctx.saved_tensors
         grad = grads[0]
-        of_weights = torch.bmm(_padded(y)[slot], grad[:, :, None]).squeeze(2).to(weights.dtype)
-        factor = _padded(weights.flatten())[source].to(grad.dtype)
-        return _padded(grad)[source // slot.shape[1]] * factor[:, None], of_weights, None, None
+        of_weights = (_padded(y)[slot].float() * grad[:, None]).sum(-1)
+        factor = _padded(weights.flatten())[source]
+        of_y = _padded(grad.to(y.dtype))[source // slot.shape[1]] * factor[:, None].to(y.dtype)
+        return of_y, of_weights, None, None
 
 
 def capacity(tokens: int, top_k: int, experts: int, factor: float | None) -> int:

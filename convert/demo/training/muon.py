@@ -29,14 +29,16 @@ def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
 
 @dataclass(slots=True)
 class Optimizer:
-    """Both optimizers over named weights. matrices: names for Muon. rates: AdamW's rate by name, `rate` else."""
+    """Both optimizers over named weights. matrices: names for Muon. decay: of those only; it bounds their
+
+    singular values at 1 / decay."""
 
     params: Mapping[str, Tensor]
     matrices: frozenset[str]
     rate: float = 0.02
     adam_rate: float = 3e-3
     momentum: float = 0.95
-    decay: float = 0.02
+    decay: float = 0.1
     moving: dict[str, Tensor] = field(default_factory=dict)
     adam: torch.optim.AdamW = field(init=False)
 
