@@ -52,9 +52,7 @@ def write_checkpoint(
     write_text(out / "model.safetensors.index.json", _json(index))
 
 
-def siblings(
-    geometry: Geometry, dialect: Dialect, stated: dict[str, Any], ranks: str
-) -> Iterator[tuple[str, str]]:
+def siblings(geometry: Geometry, dialect: Dialect, stated: dict[str, Any], ranks: str) -> Iterator[tuple[str, str]]:
     """Name and text of every file beside the weights, given the config.json that states the model, and its ranks."""
     yield "config.json", _json(stated)
     eos: int = stated["eos_token_id"]

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from convert.demo.geometry import TRAINED, config
-from convert.demo.training import measure, speculate, target
 from convert.demo.training import drafts as drafting
+from convert.demo.training import measure, speculate, target
 from convert.demo.training import params as weights
 from convert.demo.training.corpus import PACKAGES, Corpus, Document, gather
 from convert.demo.training.data import Amounts, Dataset, Mix, dataset
@@ -34,6 +34,7 @@ from convert.demo.training.tokens import STOP, encoding
 log = logging.getLogger(__name__)
 HELD_OUT_CHARS = {"python": 36_000, "packages": 24_000, "code": 12_000}
 DOCUMENT_CHARS = 3000
+DRAFT_MIX = Mix(python=4, packages=1, code=1, chats=10, pictures=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +43,7 @@ class Job:
 
     out: Path
     setup: Setup
-    draft_mix: Mix = Mix(python=4, packages=1, code=1, chats=10, pictures=0)
+    draft_mix: Mix
     length: int = 1024
     seconds: float = 130.0
     draft_seconds: float = 60.0
@@ -71,7 +72,9 @@ def train(job: Job, corpus: Corpus, known: list[Digit], command: str = "") -> di
     data = dataset(corpus, known, job.amounts, job.length, setup.seed, job.workers)
     data.stream, data.patches = data.stream.to(setup.device), data.patches.to(setup.device)
     log.info("data: %.1f s, %d ids", time.monotonic() - began, len(data.stream))
-    facts: dict[str, Any] = {"command": command, "versions": versions(), "seed": setup.seed} | amounts(corpus, data)
+    facts: dict[str, Any] = {"command": command, "versions": versions(corpus), "seed": setup.seed} | amounts(
+        corpus, data
+    )
     main = target.target_phase(setup, job.seconds, job.steps)
     target.train_target(setup, data, main)
     params = main.params["target"]
@@ -134,8 +137,10 @@ def amounts(corpus: Corpus, data: Dataset) -> dict[str, Any]:
     return {"characters": sizes, "ids": spans | {"all": len(data.stream)}}
 
 
-def versions() -> dict[str, str]:
-    found = {name: version({"PIL": "pillow"}.get(name, name)) for name in PACKAGES}
+def versions(corpus: Corpus) -> dict[str, str]:
+    """Of Python, of every package that was read, and the device; a package that was not there is missing."""
+    found = {name: version({"PIL": "pillow"}.get(name, name)) for name in PACKAGES if name not in corpus.missing}
+    found |= dict.fromkeys(corpus.missing, "missing")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()
     return {"python": platform.python_version(), "device": device, **found}
 
@@ -179,7 +184,7 @@ def main(argv: list[str]) -> None:
     job = Job(
         out=asked.out,
         setup=setup,
-        draft_mix=scaled(Mix(python=4, packages=1, code=1, chats=10, pictures=0), asked.share),
+        draft_mix=scaled(DRAFT_MIX, asked.share),
         seconds=asked.seconds_target,
         draft_seconds=asked.seconds_drafts,
         steps=asked.steps,
@@ -188,6 +193,8 @@ def main(argv: list[str]) -> None:
     )
     # Worker processes are forked: they must be done before the device is touched.
     corpus = gather(asked.workers)
+    if corpus.missing:
+        log.warning("not installed here, so not trained on: %s", ", ".join(corpus.missing))
     train(job, corpus, digits(), shlex.join(["python", "-m", "convert.demo.train", *argv]))
 
 

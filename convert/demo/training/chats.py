@@ -33,7 +33,14 @@ def paragraph(doc: str) -> str:
     for block in re.split(r"\n\s*\n", doc.strip()):
         text = " ".join(block.split())
         text = re.sub(r":\w+:`~?\.?([^`<]+?)(?: <[^`]*>)?`", r"\1", text).replace("``", "`").replace('"`', "`")
-        if len(text) < 12 or " " not in text or not text.isascii() or not re.match(r"[A-Za-z`'\"(]", text) or "****" in text or ">>>" in text:
+        if (
+            len(text) < 12
+            or " " not in text
+            or not text.isascii()
+            or not re.match(r"[A-Za-z`'\"(]", text)
+            or "****" in text
+            or ">>>" in text
+        ):
             continue
         if len(text) > MAX_DOC:
             cut = max(text.rfind(". ", 0, MAX_DOC), text.rfind("; ", 0, MAX_DOC))

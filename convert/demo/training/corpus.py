@@ -24,15 +24,16 @@ Kind = Literal["python", "packages", "code"]
 # Required here, or by torch.
 PACKAGES = ("numpy", "torch", "sympy", "networkx", "huggingface_hub", "PIL", "click", "jinja2", "tqdm")
 COMPILED = ("math", "itertools", "time", "sys", "gc", "zlib", "array", "binascii", "cmath", "operator", "functools")
-SKIPPED = frozenset(
-    "test tests testing idle_test idlelib lib2to3 turtledemo site-packages dist-packages __pycache__ _vendor "
-    "encodings config ensurepip _inductor _dynamo generated".split()
-)
+# Tests, vendored and generated code.
+SKIPPED = frozenset({
+    "test", "tests", "testing", "idle_test", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages",
+    "__pycache__", "_vendor", "encodings", "config", "ensurepip", "_inductor", "_dynamo", "generated",
+})  # fmt: skip
 HELD_OUT_IN = 40
 
 
 class CorpusError(InputError):
-    """A package whose text is needed is not installed."""
+    """What training needs is not there, or does not fit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +68,10 @@ def stdlib() -> Path:
     return Path(sysconfig.get_paths()["stdlib"])
 
 
-def package(name: str) -> Path:
+def package(name: str) -> Path | None:
+    """The folder of an installed package; None if it is not installed."""
     spec = importlib.util.find_spec(name)
-    if spec is None or spec.origin is None:
-        raise CorpusError(f"package {name}: is not installed, and its documentation is trained on; install it")
-    return Path(spec.origin).parent
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
 
 
 def sources(root: Path) -> Iterator[Path]:
@@ -151,7 +151,7 @@ def topics() -> list[Parsed]:
 
 
 def _keyword(name: str) -> bool:
-    return importlib.import_module("keyword").iskeyword(name)
+    return bool(importlib.import_module("keyword").iskeyword(name))
 
 
 def document(kind: Kind, parsed: Parsed) -> Document:
@@ -167,16 +167,22 @@ def _entry(entity: Entity) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
+    """missing: packages that are not installed here, and so were not read; whoever trains records them."""
+
     documents: tuple[Document, ...]
     entities: tuple[Entity, ...]
+    missing: tuple[str, ...] = ()
 
 
 def gather(workers: int, packages: tuple[str, ...] = PACKAGES) -> Corpus:
-    """All documents, and the standard library's entities of files that are not held out. CorpusError as `package`."""
-    python = [*topics(), *compiled(), *read(stdlib(), "", workers)]
+    """All documents, and the standard library's entities of files that are not held out."""
+    here = {name: root for name in packages if (root := package(name))}
+    missing = [name for name in packages if name not in here]
+    missing += [] if package("pydoc_data") else ["pydoc_data"]
+    python = [*([] if "pydoc_data" in missing else topics()), *compiled(), *read(stdlib(), "", workers)]
     documents = [document("python", p) for p in python]
     documents += [Document("code", p.name, p.source) for p in python if p.source]
-    for name in packages:
-        documents += [document("packages", p) for p in read(package(name), name, workers)]
+    for name, root in here.items():
+        documents += [document("packages", p) for p in read(root, name, workers)]
     entities = [e for p in python if not Document("python", p.name, "").held_out for e in p.entities]
-    return Corpus(tuple(d for d in documents if d.text), tuple(entities))
+    return Corpus(tuple(d for d in documents if d.text), tuple(entities), tuple(missing))

@@ -6,7 +6,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from itertools import accumulate
 from multiprocessing import get_context
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -16,12 +16,11 @@ from torch import Tensor
 from convert.demo.training import pictures as pics
 from convert.demo.training import tokens
 from convert.demo.training.chats import chats
-from convert.demo.training.corpus import Corpus, Document, Entity
+from convert.demo.training.corpus import Corpus, CorpusError, Document, Entity
 
 CHUNKS = 16
 IGNORED = -100
 Ids = npt.NDArray[np.int64]
-A, B = TypeVar("A"), TypeVar("B")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +97,7 @@ class Dataset:
         return made.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else made
 
 
-def _mapped(work: Callable[[A], B], jobs: Sequence[A], workers: int) -> list[B]:
+def _mapped(work: Callable[[Any], Any], jobs: Sequence[Any], workers: int) -> list[Any]:
     if workers < 2:
         return [work(job) for job in jobs]
     with ProcessPoolExecutor(workers, mp_context=get_context("fork")) as pool:
@@ -136,7 +135,9 @@ def picture_rows(said: Sequence[list[int]], filling: Ids, length: int) -> list[P
             shown.append(at)
             at += 1
         if not shown:
-            raise ValueError(f"pictures: an exchange of {len(said[at])} ids does not fit a row of {length}; ask longer")
+            raise CorpusError(
+                f"pictures: an exchange of {len(said[at])} ids does not fit a row of {length}; ask longer"
+            )
         whole = np.concatenate([np.array(ids), filling[: length + 1 - len(ids)]])
         rows.append(PictureRow(whole, np.flatnonzero(whole == tokens.PAD), np.array(shown)))
     return rows
@@ -166,9 +167,7 @@ def dataset(
     parts.append(np.array([i for chat in said for i in chat], dtype=np.int64))
     whole = np.concatenate(parts)
     known = [d for d in digits if not d.held_out]
-    drawn = _mapped(
-        _pictures, [(known, amounts.pictures // CHUNKS, seed * CHUNKS + i) for i in range(CHUNKS)], workers
-    )
+    drawn = _mapped(_pictures, [(known, amounts.pictures // CHUNKS, seed * CHUNKS + i) for i in range(CHUNKS)], workers)
     rows = picture_rows([s for _, chunk in drawn for s in chunk], parts[-1], length)
     return Dataset(
         stream=torch.from_numpy(whole.astype(np.int16)),

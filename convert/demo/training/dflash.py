@@ -1,5 +1,7 @@
 """The DFlash draft for training: blocks of masks side by side over one sequence, each seeing the context before it."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear, scaled_dot_product_attention, silu
@@ -10,9 +12,10 @@ from convert.demo.training.params import Params
 from convert.demo.training.rope import rotated_halves
 
 
-def anchors(first: int, length: int) -> Tensor:
+@lru_cache(16)
+def anchors(first: int, length: int, device: torch.device) -> Tensor:
     """Positions of the blocks' first tokens: from `first` on, one block after another, within `length` tokens."""
-    return torch.arange(first, length - BLOCK + 1, BLOCK)
+    return torch.arange(first, length - BLOCK + 1, BLOCK).to(device)
 
 
 def visible(starts: Tensor, length: int, window: int) -> Tensor:

@@ -40,73 +40,80 @@ class Draft:
 
 def drafts(g: Geometry, text: Mapping[str, Any]) -> dict[str, Draft]:
     """The three by name. text: the target's text_config."""
+    scaling = dict(text["rope_scaling"])
     common = {
         "hidden_size": g.hidden,
         "intermediate_size": FF,
         "num_attention_heads": g.heads,
+        "num_key_value_heads": g.heads,
         "hidden_act": "silu",
         "vocab_size": g.vocab,
         "rope_theta": text["rope_theta"],
+        "rope_scaling": scaling,
         "max_position_embeddings": text["max_position_embeddings"],
         "tie_word_embeddings": False,
         "dtype": "bfloat16",
     }
-    scaling = dict(text["rope_scaling"])
-    aux = {
-        "eagle_aux_hidden_state_layer_ids": list(TAPS),
-        "use_aux_hidden_state": True,
-        "use_input_layernorm_in_first_layer": True,
-        "use_last_layernorm": True,
-        "use_mtp_layernorm": False,
-    }
     made: dict[Kind, dict[str, Any]] = {
-        "eagle3_mla": {
-            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
-            "model_type": "kimi_k2",
-            **common,
-            "num_hidden_layers": 1,
-            "num_key_value_heads": g.heads,
-            "q_lora_rank": g.q_lora,
-            "kv_lora_rank": g.kv_lora,
-            "qk_nope_head_dim": g.qk_nope,
-            "qk_rope_head_dim": g.qk_rope,
-            "v_head_dim": g.v_head,
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": scaling | {"beta_fast": 1.0},
-            "eagle_config": aux,
-            "fc_norm": True,
-            "norm_output": True,
-        },
-        "eagle3_llama": {
-            "architectures": ["LlamaForCausalLMEagle3"],
-            "model_type": "llama",
-            **common,
-            "num_hidden_layers": 1,
-            "num_key_value_heads": g.heads,
-            "head_dim": HEAD_DIM,
-            "draft_vocab_size": OWN_VOCAB,
-            "rms_norm_eps": 1e-6,
-            "rope_scaling": scaling,
-            "eagle_config": aux,
-        },
-        "dflash": {
-            "architectures": ["DFlashDraftModel"],
-            "model_type": "qwen3",
-            **common,
-            "num_hidden_layers": DFLASH_LAYERS,
-            "num_key_value_heads": g.heads,
-            "head_dim": HEAD_DIM,
-            "rms_norm_eps": 1e-5,
-            "rope_scaling": scaling,
-            "num_target_layers": g.layers,
-            "block_size": BLOCK,
-            "dflash_config": {"mask_token_id": g.special(254), "target_layer_ids": list(TAPS), "causal": False},
-            "layer_types": ["sliding_attention"] * (DFLASH_LAYERS - 1) + ["full_attention"],
-            "sliding_window": WINDOW,
-            "use_sliding_window": True,
-        },
+        "eagle3_mla": _mla(g) | {"rope_scaling": scaling | {"beta_fast": 1.0}},
+        "eagle3_llama": _llama(),
+        "dflash": _dflash(g),
     }
-    return {kind: Draft(kind=kind, geometry=g, config=config) for kind, config in made.items()}
+    return {kind: Draft(kind=kind, geometry=g, config=common | config) for kind, config in made.items()}
+
+
+AUX = {
+    "eagle_aux_hidden_state_layer_ids": list(TAPS),
+    "use_aux_hidden_state": True,
+    "use_input_layernorm_in_first_layer": True,
+    "use_last_layernorm": True,
+    "use_mtp_layernorm": False,
+}
+
+
+def _mla(g: Geometry) -> dict[str, Any]:
+    return {
+        "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+        "model_type": "kimi_k2",
+        "num_hidden_layers": 1,
+        "q_lora_rank": g.q_lora,
+        "kv_lora_rank": g.kv_lora,
+        "qk_nope_head_dim": g.qk_nope,
+        "qk_rope_head_dim": g.qk_rope,
+        "v_head_dim": g.v_head,
+        "rms_norm_eps": 1e-5,
+        "eagle_config": AUX,
+        "fc_norm": True,
+        "norm_output": True,
+    }
+
+
+def _llama() -> dict[str, Any]:
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "head_dim": HEAD_DIM,
+        "draft_vocab_size": OWN_VOCAB,
+        "rms_norm_eps": 1e-6,
+        "eagle_config": AUX,
+    }
+
+
+def _dflash(g: Geometry) -> dict[str, Any]:
+    return {
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": DFLASH_LAYERS,
+        "head_dim": HEAD_DIM,
+        "rms_norm_eps": 1e-5,
+        "num_target_layers": g.layers,
+        "block_size": BLOCK,
+        "dflash_config": {"mask_token_id": g.special(254), "target_layer_ids": list(TAPS), "causal": False},
+        "layer_types": ["sliding_attention"] * (DFLASH_LAYERS - 1) + ["full_attention"],
+        "sliding_window": WINDOW,
+        "use_sliding_window": True,
+    }
 
 
 def rows(draft: Draft) -> list[Row]:

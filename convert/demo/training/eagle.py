@@ -45,9 +45,7 @@ class Unroll:
         """embeds [B, R, hidden]: the target's embeddings of tokens p + 1 + j."""
         d, w, eps = self.draft, self.w, self.draft.eps
         h = self.state
-        u = torch.cat(
-            [norm(embeds, w["input_norm"], eps, self.dtype), norm(h, w["hidden_norm"], eps, self.dtype)], -1
-        )
+        u = torch.cat([norm(embeds, w["input_norm"], eps, self.dtype), norm(h, w["hidden_norm"], eps, self.dtype)], -1)
         self.past.append(self._heads(u))
         r = h + linear(self._seen().transpose(1, 2).flatten(2), w["attn.o"])
         x = norm(r, w["ffn_norm"], eps, self.dtype)
@@ -67,10 +65,11 @@ class Unroll:
             eps, table = self.draft.eps, self.draft.rope.table(g.qk_rope, r, u.device, first)
             q_a = norm(linear(u, w["attn.q_a"]), w["attn.q_a_norm"], eps, self.dtype)
             q = linear(q_a, w["attn.q_b"]).view(b, r, g.heads, -1)
-            q_nope, q_pe = q.split([g.qk_nope, g.qk_rope], -1)
-            latent, k_pe = linear(u, w["attn.kv_a"]).split([g.kv_lora, g.qk_rope], -1)
+            q_nope, q_pe = torch.split(q, [g.qk_nope, g.qk_rope], -1)
+            latent, k_pe = torch.split(linear(u, w["attn.kv_a"]), [g.kv_lora, g.qk_rope], -1)
             latent = norm(latent, w["attn.kv_a_norm"], eps, self.dtype)
-            k_nope, v = linear(latent, w["attn.kv_b"]).view(b, r, g.heads, -1).split([g.qk_nope, g.v_head], -1)
+            kv = linear(latent, w["attn.kv_b"]).view(b, r, g.heads, -1)
+            k_nope, v = torch.split(kv, [g.qk_nope, g.v_head], -1)
             q = torch.cat([q_nope, rotated(q_pe, table)], -1)
             k = torch.cat([k_nope, rotated(k_pe[:, :, None], table).expand(-1, -1, g.heads, -1)], -1)
         return Heads(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))

@@ -31,7 +31,7 @@ class Setup:
     device: torch.device
     dtype: torch.dtype
     seed: int = 0
-    mix: Mix = Mix()
+    mix: Mix = field(default_factory=Mix)
     factor: float | None = 1.5
     bias_rate: float = 1e-3
     warm: int = 100

@@ -152,5 +152,5 @@ def dflash_proposals(draft: Draft, u: Params, w: Params, states: Tensor, ids: Te
     embeds = torch.cat([w["embed"][ids[:, starts]][:, :, None], masks], 2).flatten(1, 2)
     # Blocks at the end reach past the text: their rotary table must too.
     longer = torch.nn.functional.pad(states, (0, 0, 0, BLOCK))
-    out = blocks(draft, u, longer, embeds, starts).unflatten(1, (-1, BLOCK))
-    return linear(out[0, :, 1:], w["head"]).argmax(-1)
+    out = blocks(draft, u, longer, embeds, starts)[0].view(len(starts), BLOCK, -1)
+    return linear(out[:, 1:], w["head"]).argmax(-1)

@@ -24,7 +24,8 @@ def orthogonal(x: Tensor, steps: int = 5) -> Tensor:
     for _ in range(steps):
         gram = y @ y.mT
         y = a * y + (b * gram + c * gram @ gram) @ y
-    return (y.mT if tall else y).to(x.dtype)
+    near: Tensor = y.mT if tall else y
+    return near.to(x.dtype)
 
 
 @dataclass(slots=True)

@@ -1,13 +1,11 @@
 """Pictures to say something about: scikit-learn's handwritten digits, letters of Pillow's own font, coloured shapes."""
 
 import gzip
-import importlib.util
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from math import cos, pi, sin
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -15,7 +13,7 @@ import numpy.typing as npt
 from PIL import Image, ImageDraw, ImageFont
 
 from convert.demo.training.chats import Chat, Turn
-from convert.demo.training.corpus import CorpusError
+from convert.demo.training.corpus import CorpusError, package
 
 SIDE, PATCH = 56, 14
 TOKENS = (SIDE // PATCH // 2) ** 2
@@ -56,10 +54,10 @@ class Picture:
 
 def digits() -> list[Digit]:
     """The digits that scikit-learn ships, read without importing it. CorpusError if it is not installed."""
-    spec = importlib.util.find_spec("sklearn")
-    if spec is None or spec.origin is None:
+    root = package("sklearn")
+    if root is None:
         raise CorpusError("package scikit-learn: is not installed, and its digits are trained on; install it")
-    packed = (Path(spec.origin).parent / "datasets/data/digits.csv.gz").read_bytes()
+    packed = (root / "datasets/data/digits.csv.gz").read_bytes()
     rows = np.array([line.split(",") for line in gzip.decompress(packed).decode().split()]).astype(np.float64)
     return [Digit(row[:64].astype(np.uint8).reshape(8, 8), int(row[64])) for row in rows]
 
@@ -93,7 +91,9 @@ def _shape(draw: random.Random) -> Picture:
         radius = [size, size * 0.45] if name == "star" else [size]
         turn = pi / 4 if name == "square" else 0.0
         angles = [turn + 2 * pi * i / corners - pi / 2 for i in range(corners)]
-        points = [(x + radius[i % len(radius)] * cos(a), y + radius[i % len(radius)] * sin(a)) for i, a in enumerate(angles)]
+        points = [
+            (x + radius[i % len(radius)] * cos(a), y + radius[i % len(radius)] * sin(a)) for i, a in enumerate(angles)
+        ]
         pen.polygon(points, fill=COLORS[color])
     article = "An" if color == "orange" else "A"
     return Picture(np.asarray(canvas), f"{article} {color} {name}.")

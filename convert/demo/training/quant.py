@@ -15,7 +15,7 @@ def codes(weight: Tensor) -> tuple[Tensor, Tensor]:
 
     A group's largest magnitude is seven steps; a group of zeros has the smallest normal scale.
     """
-    groups = weight.float().unflatten(-1, (-1, GROUP))
+    groups = weight.float().reshape(*weight.shape[:-1], -1, GROUP)
     scale = (groups.abs().amax(-1, keepdim=True) / LEVELS).clamp_min(torch.finfo(torch.bfloat16).tiny)
     scale = scale.to(torch.bfloat16)
     return (groups / scale.float()).round().clamp(-8, 7), scale
@@ -24,7 +24,7 @@ def codes(weight: Tensor) -> tuple[Tensor, Tensor]:
 def packed(weight: Tensor) -> tuple[Tensor, Tensor]:
     """weight [O, I] -> weight_packed [O, I / 8] int32, weight_scale [O, I / 32] bf16, as the file holds them."""
     whole, scale = codes(weight)
-    nibbles = (whole.flatten(-2).to(torch.int64) + 8).unflatten(-1, (-1, 8))
+    nibbles = (whole.to(torch.int64) + 8).view(len(weight), -1, 8)
     shifts = torch.arange(0, 32, 4, device=weight.device)
     words = (nibbles << shifts).sum(-1)
     # Two's complement: the upper half of the unsigned words is negative.

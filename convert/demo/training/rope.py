@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Self
 
 import torch
@@ -46,19 +47,25 @@ class Rope:
 
     def table(self, dim: int, positions: int, device: torch.device, first: int = 0) -> Tensor:
         """[positions, 2, dim / 2] fp32: cosines and sines from position `first` on."""
-        at = torch.arange(first, first + positions, device=device, dtype=torch.float32)
-        angles = at[:, None] * self.frequencies(dim).to(device, torch.float32)
-        return torch.stack([angles.cos(), angles.sin()], 1)
+        return _table(self, dim, positions, device, first)
 
     def softmax_scale(self, head: int) -> float:
         """head^-0.5 times YaRN's factor squared."""
         return float(head**-0.5 * (0.1 * math.log(self.factor) + 1) ** 2)
 
 
+# Made once a run: a copy to the device in every step would wait for all the work before it.
+@lru_cache(256)
+def _table(rope: Rope, dim: int, positions: int, device: torch.device, first: int) -> Tensor:
+    at = torch.arange(first, first + positions, dtype=torch.float32)
+    angles = at[:, None] * rope.frequencies(dim).to(torch.float32)
+    return torch.stack([angles.cos(), angles.sin()], 1).to(device)
+
+
 def rotated(x: Tensor, table: Tensor) -> Tensor:
     """x [B, S, heads, D] with its pairs of neighbours turned by `table` [S, 2, D / 2], in x's dtype."""
     cos, sin = table[:, None, 0], table[:, None, 1]
-    a, b = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    a, b = x.float().view(*x.shape[:-1], -1, 2).unbind(-1)
     return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2).to(x.dtype)
 
 

@@ -77,7 +77,7 @@ def eagle_loss(draft: Draft, w: Params, seen: "Seen", own: Tensor | None) -> tup
 def dflash_loss(draft: Draft, w: Params, seen: "Seen", step: int) -> tuple[Tensor, dict[str, Tensor]]:
     """Weighted loss over the rows of all blocks, and the agreement of each row."""
     device, (b, length, _) = seen.states.device, seen.states.shape
-    starts = anchors(1 + step % BLOCK, length).to(device)
+    starts = anchors(1 + step % BLOCK, length, device)
     masks = seen.mask.expand(b, len(starts), BLOCK - 1, -1)
     embeds = torch.cat([seen.embeds[:, starts, None], masks], 2).flatten(1, 2)
     out = blocks(draft, w, seen.states, embeds, starts).view(b, len(starts), BLOCK, -1)

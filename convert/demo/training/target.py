@@ -35,9 +35,7 @@ def train_target(setup: Setup, data: Dataset, phase: Phase) -> None:
     def work(step: int, factor: float) -> dict[str, Tensor]:
         batch = data.batch(setup.mix, setup.seed, step)
         w = weights.used(params, setup.dtype)
-        out = forward(
-            facts, w, phase.biases, batch.inputs, pictures=pictured(setup, w, batch), factor=setup.factor
-        )
+        out = forward(facts, w, phase.biases, batch.inputs, pictures=pictured(setup, w, batch), factor=setup.factor)
         loss = cross_entropy(logits(w, out.hidden).flatten(0, 1), batch.targets.flatten())
         loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step(factor)

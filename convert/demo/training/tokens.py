@@ -88,5 +88,3 @@ def rendered(chat: Chat, picture: bool = False, pads: int = 1) -> list[int]:
 def rank_text() -> str:
     """The text of tiktoken.model."""
     return template(RANKS)
-
-

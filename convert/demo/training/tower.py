@@ -1,5 +1,7 @@
 """The vision tower and projector for training: still pictures of one size, in a batch."""
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, interpolate, layer_norm, linear, scaled_dot_product_attention
@@ -16,6 +18,7 @@ def units(patches: Tensor, dtype: torch.dtype) -> Tensor:
     return ((patches.float() / 255 - 0.5) / 0.5).flatten(-3).to(dtype)
 
 
+@lru_cache(16)
 def turns(side: int, head: int, device: torch.device) -> Tensor:
     """[side * side, head / 2] complex: neighbouring pairs turn by column and by row, one after the other."""
     steps = THETA ** (-torch.arange(0, head, 4, dtype=torch.float64) / head)
@@ -56,5 +59,5 @@ def tower(g: Geometry, w: Params, patches: Tensor) -> Tensor:
 
 def _turned(x: Tensor, table: Tensor) -> Tensor:
     """x [n, patches, heads, D], its pairs of neighbours turned by `table` [patches, D / 2]."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)).contiguous())
+    pairs = torch.view_as_complex(x.float().reshape(*x.shape[:-1], -1, 2))
     return torch.view_as_real(pairs * table[:, None]).flatten(-2)
