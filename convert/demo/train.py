@@ -191,6 +191,8 @@ def main(argv: list[str]) -> None:
         draft_steps=asked.draft_steps,
         workers=asked.workers,
     )
+    # cuDNN's attention plans anew for every length, and answers are read at each of theirs.
+    torch.backends.cuda.enable_cudnn_sdp(False)
     # Worker processes are forked: they must be done before the device is touched.
     corpus = gather(asked.workers)
     if corpus.missing:

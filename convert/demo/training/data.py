@@ -27,9 +27,9 @@ Ids = npt.NDArray[np.int64]
 class Mix:
     """Rows of a step by what they hold."""
 
-    python: int = 12
-    packages: int = 10
-    code: int = 8
+    python: int = 6
+    packages: int = 14
+    code: int = 10
     chats: int = 28
     pictures: int = 6
 
