@@ -43,7 +43,7 @@ class Rope:
         index = torch.arange(dim // 2, dtype=torch.float64)
         plain = self.theta ** (-2 * index / dim)
         ramp = ((index - low) / max(high - low, 0.001)).clamp(0, 1)
-        return plain * (1 - ramp + ramp / self.factor)
+        return (1 - ramp) * plain + ramp * plain / self.factor
 
     def table(self, dim: int, positions: int, device: torch.device, first: int = 0) -> Tensor:
         """[positions, 2, dim / 2] fp32: cosines and sines from position `first` on."""
