@@ -11,6 +11,7 @@ from convert.demo.training.params import Params
 
 EPS = 1e-5
 THETA = 10000.0
+STACKED = ("norm0", "norm1", "wqkv", "wo", "fc0", "fc1")
 
 
 def units(patches: Tensor, dtype: torch.dtype) -> Tensor:
@@ -30,17 +31,16 @@ def turns(side: int, head: int, device: torch.device) -> Tensor:
 def tower(g: Geometry, w: Params, patches: Tensor) -> Tensor:
     """patches [n, side * side, 3, p, p] uint8 -> rows of the text embedding [n, tokens, hidden]."""
     w = {name.removeprefix("vit."): t for name, t in w.items() if name.startswith("vit.")}
+    layers = {name: t.unbind(0) for name, t in w.items() if name.startswith(STACKED)}
     n, count = patches.shape[:2]
     side, dtype = round(count**0.5), w["patch"].dtype
 
     def normed(x: Tensor, name: str, block: int | None = None) -> Tensor:
-        weight, bias = w[name], w[f"{name}_bias"]
-        if block is not None:
-            weight, bias = weight[block], bias[block]
+        weight, bias = (w[n] if block is None else layers[n][block] for n in (name, f"{name}_bias"))
         return layer_norm(x.float(), weight.shape, weight.float(), bias.float(), EPS).to(dtype)
 
     def dense(x: Tensor, name: str, block: int) -> Tensor:
-        return linear(x, w[name][block], w[f"{name}_bias"][block])
+        return linear(x, layers[name][block], layers[f"{name}_bias"][block])
 
     places = interpolate(w["pos"].float().permute(2, 0, 1)[None], (side, side), mode="bicubic", align_corners=False)
     x = linear(units(patches, dtype), w["patch"], w["patch_bias"]).float() + places[0].flatten(1).T
