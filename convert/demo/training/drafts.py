@@ -18,7 +18,7 @@ HEAD_DIM = 32
 BLOCK = 8
 WINDOW = 128
 DFLASH_LAYERS = 2
-OWN_VOCAB = 576
+OWN_VOCAB = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,9 +80,10 @@ class Unroll:
         g = self.draft.geometry
         llama = self.draft.kind == "eagle3_llama"
         scale = HEAD_DIM**-0.5 if llama else self.draft.rope.softmax_scale(g.qk_nope + g.qk_rope)
+        q = q * scale
         scores = (q @ k.mT).masked_fill(self.hidden_rows, -torch.inf)
         ours = [(q * step.k).sum(-1, keepdim=True) for step in own]
-        weights = (torch.cat([scores, *ours], -1).float() * scale).softmax(-1).to(q.dtype)
+        weights = torch.cat([scores, *ours], -1).softmax(-1, dtype=torch.float32).to(q.dtype)
         out = weights[..., : k.shape[2]] @ v
         for i, step in enumerate(own):
             out = out + weights[..., k.shape[2] + i, None] * step.v
