@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from click.testing import CliRunner, Result
 from compressed_tensors.compressors.pack_quantized import PackedQuantizationCompressor
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
 from PIL import Image
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.nn.functional import linear, silu
 
+from convert import cli
+from convert.demo import shipped
 from convert.demo import weights as random_weights
 from convert.demo.geometry import TRAINED, Geometry, config
 from convert.demo.inventory import shards
@@ -38,7 +41,7 @@ from runtime_min.score import score
 from runtime_min.text import ChatTemplate, Tokenizer
 from runtime_min.vision.items import normalized, patches, picture
 from specs.config import read_config
-from tests.lab import converted
+from tests.lab import converted, tree
 from tests.pictures import RULE, saved
 from tests.reference import dequantized, reference
 
@@ -502,3 +505,32 @@ def test_the_trained_model_with_its_drafts_stays_within_sixteen_megabytes() -> N
     for draft in drafting.drafts(TRAINED, config(TRAINED)["text_config"]).values():
         drafts += sum(2 * int(np.prod(r.shape)) for r in drafting.rows(draft))
     assert target + drafts + 8 * drafting.OWN_VOCAB + len(tokens.rank_text()) <= 15_800_000
+
+
+# --- what `kiln demo` writes
+
+
+def kiln(*args: object) -> Result:
+    return CliRunner().invoke(cli.main, list(map(str, args)))
+
+
+def test_demo_writes_the_trained_model_with_its_drafts(
+    ran: tuple[Path, dict[str, Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "folder", lambda: ran[0] / "out")
+    monkeypatch.chdir(tmp_path)
+    assert kiln("demo", "model").exit_code == 0
+    for made, trained in (("model", "target"), *((f"model-drafts/{d}", d) for d in shipped.DRAFTS)):
+        assert tree(tmp_path / made) == tree(ran[0] / "out" / trained)
+    again = kiln("demo", "model")
+    assert again.exit_code == 1 and "model: already holds files" in again.stderr
+    assert kiln("demo", "drawn", "--random", "--seed", 3).exit_code == 0
+    assert json.loads((tmp_path / "drawn/config.json").read_text())["text_config"]["hidden_size"] == 256
+    assert "random" not in kiln("convert", "--tp", 2, "--out", "a").stderr
+    assert tree(tmp_path / "build/demo/checkpoint") == tree(tmp_path / "model")
+
+
+def test_demo_says_when_there_is_nothing_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shipped, "folder", lambda: tmp_path / "nothing")
+    result = kiln("demo", tmp_path / "model")
+    assert result.exit_code == 0 and "these are random" in result.stderr and (tmp_path / "model/config.json").exists()

@@ -14,22 +14,28 @@ TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tow
 
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--geometry", type=click.Choice(["tiny", "k2.6"]), default="tiny", help="Sizes of the model.")
+@click.option("--random", is_flag=True, help="Random weights of the tiny geometry instead of the trained ones.")
+@click.option("--geometry", type=click.Choice(["tiny", "k2.6"]), default="tiny", help="Sizes of a random model.")
 @click.option("--layers", type=click.IntRange(1, 61), default=None, help="Full-size layers to write (k2.6 only).")
 @click.option("--seed", type=int, default=0, help="Seed of the random weights.")
-def demo(out: Path, geometry: str, layers: int | None, seed: int) -> None:
-    """Write a random checkpoint in the real format to OUT.
+def demo(out: Path, random: bool, geometry: str, layers: int | None, seed: int) -> None:
+    """Write a small trained checkpoint in the real format to OUT, and its speculative drafts to OUT-drafts.
 
-    tiny is a few megabytes with tokenizer and chat template. k2.6 writes full-size layers of random words for
-    benches: layer 0 is dense (1 GB), every further one is a mixture of experts (9.8 GB), and 5.6 GB are embedding,
-    head and vision tower.
+    With --random the weights are drawn, a few megabytes with tokenizer and chat template. k2.6 writes full-size
+    layers of random words for benches: layer 0 is dense (1 GB), every further one is a mixture of experts (9.8 GB),
+    and 5.6 GB are embedding, head and vision tower.
     """
     from convert.demo.checkpoint import write_demo
     from convert.demo.geometry import TINY, k26
 
     if (geometry == "k2.6") != (layers is not None):
         raise click.UsageError("--layers goes with --geometry k2.6 and is needed there")
-    write_demo(out, TINY if layers is None else k26(layers), seed=seed)
+    if layers is not None:
+        write_demo(out, k26(layers), seed=seed)
+    elif random:
+        write_demo(out, TINY, seed=seed)
+    else:
+        write_embedded(out)
     click.echo(f"wrote {out}; next: kiln convert {shlex.quote(str(out))} --tp 8 --out {shlex.quote(str(out) + '-tp8')}")
 
 
@@ -127,8 +133,8 @@ def convert(
     """Convert MODEL into an artifact for one mesh of GPUs.
 
     MODEL may be an artifact for another mesh. Of a hub id the headers are checked before anything is downloaded.
-    Without MODEL, a small random checkpoint is written to build/demo and converted. An interrupted conversion goes
-    on where it stopped when the same command runs again.
+    Without MODEL, the small trained checkpoint of this package is written to build/demo and converted. An interrupted
+    conversion goes on where it stopped when the same command runs again.
 
     With --part 1/4 to 4/4 four processes or hosts share the work: each takes parts of the artifact that nobody has,
     and the last one seals it. A part that was killed is started again, or left to the others.
@@ -166,9 +172,19 @@ def convert(
 
 def ensure_demo(path: Path) -> None:
     """Writes the embedded demo checkpoint unless it is there."""
+    if not (path / "config.json").exists():
+        click.echo(f"no MODEL given: writing the embedded checkpoint to {path}", err=True)
+        write_embedded(path)
+
+
+def write_embedded(path: Path) -> None:
+    """The trained checkpoint with its drafts; random weights, and a line that says so, where it is not installed."""
+    from convert.demo import shipped
     from convert.demo.checkpoint import write_demo
     from convert.demo.geometry import TINY
 
-    if not (path / "config.json").exists():
-        click.echo(f"no MODEL given: writing a small random checkpoint to {path}", err=True)
-        write_demo(path, TINY)
+    if shipped.there():
+        shipped.write_shipped(path)
+        return
+    write_demo(path, TINY)
+    click.echo("this installation has no trained weights: these are random", err=True)

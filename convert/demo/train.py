@@ -197,7 +197,14 @@ def main(argv: list[str]) -> None:
     corpus = gather(asked.workers)
     if corpus.missing:
         log.warning("not installed here, so not trained on: %s", ", ".join(corpus.missing))
-    train(job, corpus, digits(), shlex.join(["python", "-m", "convert.demo.train", *argv]))
+    train(job, corpus, digits(), spelled(asked))
+
+
+def spelled(asked: argparse.Namespace) -> str:
+    """The command that was given, but for where its files are."""
+    words = ["python", "-m", "convert.demo.train", "--out", "FOLDER"]
+    given = {k: v for k, v in vars(asked).items() if k not in ("out", "state", "workers", "device") and v}
+    return shlex.join([*words, *(w for k, v in given.items() for w in (f"--{k.replace('_', '-')}", f"{v:g}"))])
 
 
 def scaled(mix: Mix, share: float) -> Mix:
