@@ -54,7 +54,9 @@ class Core:
         self.ranks.agree({"limits": repr(limits)})
         context = min(limits.context or model.dims.context, model.cos.shape[0])
         if model.settings.device.type == "cuda" and isinstance(model.ops.kernels, Jit):
-            warm(model, limits.step_tokens)
+            warm(model, limits.step_tokens, limits.spec_tree > 0)
+            if draft is not None:
+                draft.warm(limits.step_tokens)
         self.pace = None if draft is None else paced(draft, limits)
         self.memory: MemoryPlan | None = measured(model, limits, context, encode, draft, self.pace)
         size = limits.page_tokens

@@ -1,7 +1,10 @@
 """Before ready: what Triton's JIT would otherwise compile while serving. Compiled kernels need none of it."""
 
+import copy
+
+from runtime_min.drafts import Draft
 from runtime_min.kernels.check import with_layers
-from runtime_min.kernels.compile import grow, take
+from runtime_min.kernels.compile import grow, guess, take
 from runtime_min.kernels.record import steps
 from runtime_min.models.decoder import Decoder
 
@@ -16,3 +19,11 @@ def warm(model: Decoder, step_tokens: int, trees: bool = False) -> None:
             take(small, step)
     if trees:
         grow(small, small.layers[0][1].heads, model.settings)
+
+
+def warm_draft(draft: Draft, step_tokens: int) -> None:
+    """The same of a draft, beside a target of one layer, whose cache is small."""
+    alone = copy.copy(draft)
+    alone.target = with_layers(draft.target, [0], draft.ops)
+    few = (s for s in steps(len(draft.target.cos)) if sum(queries for queries, _ in s.sequences) <= step_tokens * 2)
+    guess(alone, few)

@@ -45,6 +45,9 @@ class Scripted:
     def bind(self, cache: LatentCache) -> None:
         """Keeps nothing."""
 
+    def warm(self, step_tokens: int) -> None:
+        """Launches nothing."""
+
     def extend(self, fed: Fed) -> None:
         for a in fed.actives:
             self.fed[a.id] = min(a.sequence.length, len(a.tokens) - self.ahead)

@@ -140,3 +140,22 @@ def test_in_the_server(bench: Any, tokenizer: Tokenizer) -> None:
         assert b.engine.requests[-1].grammar
         assert b.chat(response_format=JSON, ignore_eos=True).status_code == 400
         assert b.chat(tools=TOOLS).status_code == 200 and b.engine.requests[-1].grammar is None
+
+
+def test_masks_behind_drafted_tokens_are_those_of_the_text_with_them(tokenizer: Tokenizer, grammars: Grammars) -> None:
+    """Whatever was drafted, allowed, forbidden or past the end, and nothing of it stays."""
+    compiled = grammars.of(fields(response_format=JSON), False)
+    known, r = vocabulary(tokenizer), random.Random(4)
+    for seed in range(4):
+        ids = wandered(tokenizer, compiled, seed)
+        constraint, at = Constraint(compiled, known), 0
+        while at < len(ids):
+            for count in range(6):
+                drafted = ids[at : at + count]
+                want = Constraint(compiled, known).mask(ids[: at + count])
+                assert torch.equal(constraint.behind(ids[:at], drafted), want)
+            wrong = [*ids[at : at + 1], tokenizer.special("<|im_user|>"), *ids[at + 1 : at + 3]]
+            allowed = Constraint(compiled, known).mask(ids[: at + 1])
+            assert torch.equal(constraint.behind(ids[:at], wrong), allowed)
+            assert torch.equal(constraint.mask(ids[:at]), Constraint(compiled, known).mask(ids[:at]))
+            at += r.randint(1, 5)

@@ -362,6 +362,11 @@ def test_adaptive_drafting_costs_next_to_nothing_or_gives_all() -> None:
         assert (len(draft.asked) <= most) and (quality == 0 or len(draft.asked) >= 128)
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS))
+def test_what_a_draft_launches_can_be_warmed(kind: str) -> None:
+    real(kind).warm(8)
+
+
 def test_what_cannot_be_drafted_is_refused() -> None:
     with pytest.raises(RequestError, match=r"16 tokens drafted in a row, expected 1\.\.15"):
         Limits(spec_tokens=16)

@@ -63,6 +63,9 @@ class Draft(Protocol):
     def bind(self, cache: LatentCache) -> None:
         """Gets room of its own in the pages of the target's cache."""
 
+    def warm(self, step_tokens: int) -> None:
+        """Compiles what steps of up to so many tokens launch, where kernels are compiled at their first use."""
+
     def extend(self, fed: Fed) -> None:
         """Takes in tokens that stand."""
 

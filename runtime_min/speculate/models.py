@@ -16,6 +16,7 @@ from runtime_min.request import MOST_DRAFTS, WIDTH
 from runtime_min.sampler import Guess, Row
 from runtime_min.speculate.draft import Asked, Draft, Fed, Proposal, chain
 from runtime_min.speculate.trees import LEAST, Candidates, best_first, likeliest
+from runtime_min.warm import warm_draft
 
 
 def draft_of(model: Eagle3 | DFlash, target: Decoder) -> Draft:
@@ -37,6 +38,9 @@ class EagleDraft:
 
     def bind(self, cache: LatentCache) -> None:
         self.cache, self.rows = cache, self.model.cache(cache)
+
+    def warm(self, step_tokens: int) -> None:
+        warm_draft(self.model, step_tokens)
 
     def extend(self, fed: Fed) -> None:
         assert fed.embeds is not None and fed.states is not None
@@ -122,6 +126,9 @@ class BlockDraft:
 
     def bind(self, cache: LatentCache) -> None:
         self.cache, self.rows = cache, self.model.cache(cache)
+
+    def warm(self, step_tokens: int) -> None:
+        warm_draft(self.model, step_tokens)
 
     def extend(self, fed: Fed) -> None:
         assert fed.states is not None
