@@ -139,7 +139,9 @@ class Runner:
         alone = all(n == 1 for plan in plans for _, n in plan) and not taps
         graphs = self.graphs if alone else self.verify
         fits = graphs is not None and all(
-            n <= graphs.queries and not seen(a.request.media, a.sequence.length, a.sequence.length + n)
+            n <= graphs.queries
+            and (n <= FEW_QUERIES or n > a.todo)
+            and not seen(a.request.media, a.sequence.length, a.sequence.length + n)
             for plan in plans
             for a, n in plan
         )
@@ -171,7 +173,7 @@ class Runner:
 
     def _parents(self, plan: Plan, proposal: Proposal | None) -> list[list[int] | None]:
         """Of the nodes of trees; beside them few tokens in a row are a tree too, so that attention runs once."""
-        if self.drafting is None or not self.drafting.trees:
+        if self.drafting is None or not self.drafting.trees or (proposal is None and not self.drafting.wanted):
             return []
         given = iter(() if proposal is None else proposal.parents)
         return [next(given) if n > a.todo else chain(n - 1) if n <= FEW_QUERIES else None for a, n in plan]
