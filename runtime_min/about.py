@@ -22,7 +22,7 @@ def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
     return (
         f"device: {device.type}, {here}; torch {torch.__version__}, {_triton()}",
         f"mesh: {mesh.world} ranks, TP {mesh.tp}, EP {mesh.ep}; a rank has {d.experts // mesh.ep} experts of width "
-        f"{d.moe_ff // mesh.etp} and {d.heads // mesh.tp} heads",
+        f"{d.moe_ff // mesh.etp} and {d.heads // mesh.tp} heads; sums between ranks: {core.ranks.sums}",
         f"compute: {_kernels(core)}, {str(model.settings.dtype).removeprefix('torch.')}; pictures: "
         f"{'yes' if core.bounds.sees else 'no vision part'}; drafts: {_drafts(core)}",
         f"tuning: {_tuning(core, artifact)}",
@@ -41,10 +41,10 @@ def _drafts(core: Core) -> str:
 def _card(device: torch.device) -> str:
     name, (major, minor) = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     nccl = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return f"{name} (sm{major}{minor}), driver {_driver()}, CUDA {torch.version.cuda}, NCCL {nccl}"
+    return f"{name} (sm{major}{minor}), driver {driver()}, CUDA {torch.version.cuda}, NCCL {nccl}"
 
 
-def _driver() -> str:
+def driver() -> str:
     """The version of the kernel module, which alone knows it without a further library."""
     try:
         found = VERSION.search(DRIVER.read_text())

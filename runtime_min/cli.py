@@ -89,6 +89,7 @@ def generate(
     device: str | None,
     dtype: str | None,
     ops: str | None,
+    sums: str | None,
     inner_eps: float,
     no_verify: bool,
     prompt: str | None,
@@ -131,7 +132,7 @@ def generate(
         stream=not as_json,
         drafts=drafts,
     )
-    run = chosen(artifact, device, dtype, ops, inner_eps, no_verify)
+    run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     result = launch(run, generate_task, wanted, under_torchrun())
     if as_json and result is not None:
         click.echo(json.dumps(result))
@@ -157,6 +158,7 @@ def score(
     device: str | None,
     dtype: str | None,
     ops: str | None,
+    sums: str | None,
     inner_eps: float,
     no_verify: bool,
     source: Path,
@@ -164,7 +166,7 @@ def score(
     as_json: bool,
 ) -> None:
     """Write the logits of every position of given token ids: how anyone checks parity."""
-    run = chosen(artifact, device, dtype, ops, inner_eps, no_verify)
+    run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     result = launch(run, score_task, Scoring(source=source, output=output), under_torchrun())
     if result is not None:
         click.echo(json.dumps(result) if as_json else f"wrote {output}: logits {result['shape']} float32")
@@ -210,12 +212,13 @@ def doctor(
     device: str | None,
     dtype: str | None,
     ops: str | None,
+    sums: str | None,
     inner_eps: float,
     no_verify: bool,
     as_json: bool,
 ) -> None:
     """Load ARTIFACT and compare every kernel it uses with its definition, on this device and at its sizes."""
-    run = replace(chosen(artifact, device, dtype, ops, inner_eps, no_verify), check=False)
+    run = replace(chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify), check=False)
     result = launch(run, doctor_task, None, under_torchrun())
     if result is None:
         return
@@ -234,12 +237,13 @@ def doctor(
 @limit_options
 @serving.options
 def serve(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
+    inner_eps: float, no_verify: bool,
     limits: Limits, **given: Any,
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP: OpenAI's chat and completions, a web page at /, metrics; ends in order on SIGTERM."""
     limits = replace(limits, grammars=serving.has_grammars())
-    serving.run(chosen(artifact, device, dtype, ops, inner_eps, no_verify), limits, given)
+    serving.run(chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify), limits, given)
 
 
 main.add_command(accept)

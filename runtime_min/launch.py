@@ -36,7 +36,7 @@ class DeviceError(InputError):
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """What every rank needs to know. `dtype` and `ops` None mean the device's default. `verify`: sha256 of this rank's
-    files. `check`: compare kernels with their definitions first."""
+    files. `check`: compare kernels with their definitions first. `sums`: how ranks on GPUs add up, None for NCCL."""
 
     artifact: Path
     device: str | None = None
@@ -45,6 +45,7 @@ class Run:
     inner_eps: float = 1e-6
     verify: bool = True
     check: bool = True
+    sums: str | None = None
 
     @property
     def how(self) -> dict[str, Any]:
@@ -108,7 +109,7 @@ def loaded(run: Run, rank: int, world: int, init: str | None) -> Iterator[tuple[
         torch.cuda.set_device(chosen.device)
     elif world > 1:
         torch.set_num_threads(max(1, torch.get_num_threads() // world))
-    group = ranks.join(artifact.mesh, rank, world, chosen.device, init)
+    group = ranks.join(artifact.mesh, rank, world, chosen.device, init, run.sums)
     try:
         ops = ops_of(name, artifact, chosen)
         group.agree(facts(artifact, chosen, name, ops.kernels))

@@ -9,6 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runtime_min import collectives
+from runtime_min.collectives import Symmetric
 from specs.errors import InputError
 from specs.mesh import Mesh
 
@@ -24,7 +26,7 @@ class Ranks:
     """This process among its peers: mesh.tp neighbours hold the same tokens, world / tp such groups different ones.
 
     peers: the process group of the neighbours; across: one rank of each group; host: all ranks, for objects. None is
-    the process group of all ranks.
+    the process group of all ranks. symmetric: what adds up instead of the process groups; sums: the same in words.
     """
 
     rank: int
@@ -32,6 +34,8 @@ class Ranks:
     peers: Any = None
     across: Any = None
     host: Any = None
+    symmetric: Symmetric | None = None
+    sums: str = "none"
 
     @property
     def groups(self) -> int:
@@ -45,8 +49,14 @@ class Ranks:
     def sum(self, x: Tensor) -> Tensor:
         """Elementwise sum over the group, in place; the same bits on each of its ranks."""
         if self.mesh.tp > 1:
-            dist.all_reduce(x, group=self.peers)
+            self._all_reduce(x, self.peers)
         return x
+
+    def _all_reduce(self, x: Tensor, group: Any) -> None:
+        if self.symmetric is None:
+            dist.all_reduce(x, group=group)
+        else:
+            self.symmetric(x)
 
     def join(self, x: Tensor) -> Tensor:
         """[T, V / tp] of every rank of the group side by side: [T, V]."""
@@ -89,7 +99,7 @@ class Ranks:
     def sum_own(self, x: Tensor, rows: int, tokens: int) -> Tensor:
         """Elementwise sum over all ranks, in place, and of it this group's rows."""
         if self.mesh.world > 1:
-            dist.all_reduce(x)
+            self._all_reduce(x, None)
         return self.own(x, rows, tokens)
 
     def shared(self, value: Any) -> Any:
@@ -121,23 +131,34 @@ class Ranks:
             raise RanksError(problems)
 
 
-def join(mesh: Mesh, rank: int, world: int, device: torch.device, init: str | None = None) -> Ranks:
-    """This process as rank `rank` of `world`. `init` is where the ranks meet; None is torchrun's environment."""
+def join(
+    mesh: Mesh, rank: int, world: int, device: torch.device, init: str | None = None, sums: str | None = None
+) -> Ranks:
+    """This process as rank `rank` of `world`. `init` is where the ranks meet; None is torchrun's environment. sums: one
+    of SUMS, None for the better one that works.
+
+    Raises SumsError, on every rank, if they cannot add up.
+    """
     check(mesh, rank, world)
     if world == 1:
+        if sums is not None:
+            raise collectives.SumsError(f"--sums {sums}: one rank has nothing to add up; leave it out")
         return Ranks(rank, mesh)
     if not dist.is_initialized():
-        backend = "nccl" if device.type == "cuda" else "gloo"
-        where = device if device.type == "cuda" else None
-        dist.init_process_group(backend, init or "env://", TIMEOUT, world, rank, device_id=where)
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo", init or "env://", TIMEOUT, world, rank)
     host = dist.new_group(backend="gloo", timeout=TIMEOUT)
-    if mesh.tp == world:
-        return Ranks(rank, mesh, host=host)
-    # Every rank makes every group, in the same order.
-    tp = mesh.tp
-    peers = [dist.new_group(list(range(first, first + tp))) for first in range(0, world, tp)]
-    across = [dist.new_group(list(range(place, world, tp))) for place in range(tp)]
-    return Ranks(rank, mesh, peers[rank // tp], across[rank % tp], host)
+    every = Ranks(rank, mesh, host=host).every
+    places = every(collectives.here(rank, world, device, sums))
+    collectives.check(places)
+    collectives.first(places, rank, device)
+    symmetric, told = collectives.symmetric(places, mesh, rank, device, every)
+    peers = across = None
+    if mesh.tp < world:
+        # Every rank makes every group, in the same order.
+        tp = mesh.tp
+        peers = [dist.new_group(list(range(first, first + tp))) for first in range(0, world, tp)][rank // tp]
+        across = [dist.new_group(list(range(place, world, tp))) for place in range(tp)][rank % tp]
+    return Ranks(rank, mesh, peers, across, host, symmetric, told)
 
 
 def check(mesh: Mesh, rank: int, world: int) -> None:

@@ -422,7 +422,7 @@ def test_probe_says_whether_a_draft_fits_a_model(demo: Path, sources: Path, tmp_
 
 def test_demo_writes_drafts_that_fit(demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("convert.demo.checkpoint.write_demo", lambda out, *how, **named: shutil.copytree(demo, out))
-    assert kiln("demo", tmp_path / "m", "--drafts").exit_code == 0
+    assert kiln("demo", tmp_path / "m", "--random", "--drafts").exit_code == 0
     folders = sorted(p.name for p in (tmp_path / "m-drafts").iterdir())
     assert folders == sorted(DRAFT_KINDS)
     flags = [f"--draft={tmp_path / 'm-drafts' / name}" for name in folders]

@@ -20,8 +20,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from convert.demo.geometry import K26, TINY, config
 from convert.demo.tokenizer import tokenizer_config
 from runtime_min.text import ChatError, ChatTemplate, Piece, Stream, Tokenizer, TokenizerError, ToolError, declare
-from runtime_min.text.tokenizer import PRE_TOKENIZER
 from specs.errors import InputError
+from specs.pretokenizer import PRE_TOKENIZER
 
 FIXTURES = Path(__file__).parent / "fixtures"
 FILES = ("tiktoken.model", "tokenizer_config.json", "config.json", "generation_config.json", "chat_template.jinja")

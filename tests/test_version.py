@@ -29,6 +29,6 @@ def test_the_driver_is_read_from_the_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, found: str
 ) -> None:
     monkeypatch.setattr(about, "DRIVER", tmp_path / "version")
-    assert about._driver() == "unknown"
+    assert about.driver() == "unknown"
     about.DRIVER.write_text(text)
-    assert about._driver() == found
+    assert about.driver() == found

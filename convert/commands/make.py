@@ -24,16 +24,19 @@ TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tow
 
 @click.command()
 @click.argument("out", type=click.Path(path_type=Path))
-@click.option("--geometry", type=click.Choice(["tiny", "k2.6"]), default="tiny", help="Sizes of the model.")
+@click.option("--random", is_flag=True, help="Random weights of the tiny geometry instead of the trained ones.")
+@click.option("--geometry", type=click.Choice(["tiny", "k2.6"]), default="tiny", help="Sizes of a random model.")
 @click.option("--layers", type=click.IntRange(1, 61), default=None, help="Full-size layers to write (k2.6 only).")
 @click.option("--seed", type=int, default=0, help="Seed of the random weights.")
-@click.option("--drafts", is_flag=True, help="Also a random draft of each kind that fits, in OUT-drafts/KIND.")
-def demo(out: Path, geometry: str, layers: int | None, seed: int, drafts: bool) -> None:
-    """Write a random checkpoint in the real format to OUT.
+@click.option(
+    "--drafts", is_flag=True, help="Beside a random model: a random draft of each kind that fits, in OUT-drafts."
+)
+def demo(out: Path, random: bool, geometry: str, layers: int | None, seed: int, drafts: bool) -> None:
+    """Write a small trained checkpoint in the real format to OUT, and its speculative drafts to OUT-drafts.
 
-    tiny is a few megabytes with tokenizer and chat template. k2.6 writes full-size layers of random words for
-    benches: layer 0 is dense (1 GB), every further one is a mixture of experts (9.8 GB), and 5.6 GB are embedding,
-    head and vision tower.
+    With --random the weights are drawn, a few megabytes with tokenizer and chat template. k2.6 writes full-size
+    layers of random words for benches: layer 0 is dense (1 GB), every further one is a mixture of experts (9.8 GB),
+    and 5.6 GB are embedding, head and vision tower.
     """
     from convert.demo.checkpoint import write_demo
     from convert.demo.drafts import DRAFT_KINDS, write_draft
@@ -41,12 +44,17 @@ def demo(out: Path, geometry: str, layers: int | None, seed: int, drafts: bool) 
 
     if (geometry == "k2.6") != (layers is not None):
         raise click.UsageError("--layers goes with --geometry k2.6 and is needed there")
-    sizes = TINY if layers is None else k26(layers)
-    write_demo(out, sizes, seed=seed)
-    for kind in DRAFT_KINDS if drafts else ():
-        folder = out.with_name(f"{out.name}-drafts") / kind
-        write_draft(folder, kind, sizes, seed)
-        click.echo(f"wrote {folder}")
+    if drafts and layers is None and not random:
+        raise click.UsageError("--drafts goes with --random or --geometry k2.6; the trained model's are always written")
+    if layers is None and not random:
+        write_embedded(out)
+    else:
+        sizes = TINY if layers is None else k26(layers)
+        write_demo(out, sizes, seed=seed)
+        for kind in DRAFT_KINDS if drafts else ():
+            folder = out.with_name(f"{out.name}-drafts") / kind
+            write_draft(folder, kind, sizes, seed)
+            click.echo(f"wrote {folder}")
     click.echo(f"wrote {out}; next: kiln convert {shlex.quote(str(out))} --tp 8 --out {shlex.quote(str(out) + '-tp8')}")
 
 
@@ -149,8 +157,8 @@ def convert(
 
     MODEL may be an artifact for another mesh; its drafts are then cut again too. Of a hub id the headers are checked
     before anything is downloaded. Each --draft goes to draft/NAME of the artifact; `kiln draft` adds one later.
-    Without MODEL, a small random checkpoint is written to build/demo and converted. An interrupted conversion goes
-    on where it stopped when the same command runs again.
+    Without MODEL, the small trained checkpoint of this package is written to build/demo and converted. An interrupted
+    conversion goes on where it stopped when the same command runs again.
 
     With --part 1/4 to 4/4 four processes or hosts share the work: each takes parts of the artifact that nobody has,
     and the last one seals it. A part that was killed is started again, or left to the others.
@@ -203,9 +211,19 @@ def opened(
 
 def ensure_demo(path: Path) -> None:
     """Writes the embedded demo checkpoint unless it is there."""
+    if not (path / "config.json").exists():
+        click.echo(f"no MODEL given: writing the embedded checkpoint to {path}", err=True)
+        write_embedded(path)
+
+
+def write_embedded(path: Path) -> None:
+    """The trained checkpoint with its drafts; random weights, and a line that says so, where it is not installed."""
+    from convert.demo import shipped
     from convert.demo.checkpoint import write_demo
     from convert.demo.geometry import TINY
 
-    if not (path / "config.json").exists():
-        click.echo(f"no MODEL given: writing a small random checkpoint to {path}", err=True)
-        write_demo(path, TINY)
+    if shipped.there():
+        shipped.write_shipped(path)
+        return
+    write_demo(path, TINY)
+    click.echo("this installation has no trained weights: these are random", err=True)

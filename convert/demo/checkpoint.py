@@ -27,30 +27,37 @@ def write_demo(out: Path, geometry: Geometry, seed: int = 0, *, dialect: Dialect
     """
     if dialect not in DIALECTS:
         raise DemoError(f"demo dialect: found {dialect!r}, expected one of {', '.join(DIALECTS)}; choose one of them")
-    parts = shards(geometry, dialect)
+    stated = config(geometry, dialect)
+    beside = siblings(geometry, dialect, stated, rank_file(geometry.ranks))
+    write_checkpoint(out, shards(geometry, dialect), beside, lambda: _source(geometry, seed, stated))
+
+
+def write_checkpoint(
+    out: Path, parts: Sequence[Sequence[TensorSpec]], beside: Iterable[tuple[str, str]], source: Callable[[], Payloads]
+) -> None:
+    """Writes files of weights, the texts beside them and the index, which is last. Raises PlanError as `write_demo`."""
     total = sum(spec.nbytes for part in parts for spec in part)
     check_room(out, total)
     out.mkdir(parents=True, exist_ok=True)
-    stated = config(geometry, dialect)
-    for name, text in siblings(geometry, dialect, stated):
+    for name, text in beside:
         write_text(out / name, text)
     weight_map: dict[str, str] = {}
-    source = _source(geometry, seed, stated)
+    payloads = source()
     with tqdm(total=total, unit="B", unit_scale=True, desc="demo weights", disable=None) as bar:
         for i, part in enumerate(parts, start=1):
             name = f"model-{i:05d}-of-{len(parts):06d}.safetensors"
-            write_file(out / name, part, source(part), bar.update)
+            write_file(out / name, part, payloads(part), bar.update)
             weight_map |= dict.fromkeys((spec.name for spec in part), name)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
     write_text(out / "model.safetensors.index.json", as_json(index))
 
 
-def siblings(geometry: Geometry, dialect: Dialect, stated: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and text of every file beside the weights, given the config.json that states the model."""
+def siblings(geometry: Geometry, dialect: Dialect, stated: dict[str, Any], ranks: str) -> Iterator[tuple[str, str]]:
+    """Name and text of every file beside the weights, given the config.json that states the model, and its ranks."""
     yield "config.json", as_json(stated)
     eos: int = stated["eos_token_id"]
     yield "generation_config.json", as_json({"max_length": 262144, "eos_token_id": eos})
-    yield "tiktoken.model", rank_file(geometry.ranks)
+    yield "tiktoken.model", ranks
     yield "tokenizer_config.json", as_json(tokenizer_config(geometry, eos))
     yield "chat_template.jinja", template("chat_template.jinja")
     yield "LICENSE", template("LICENSE")

@@ -87,6 +87,15 @@ class Geometry:
 
 
 TINY = Geometry()
+# Small enough to ship with its drafts, and cut by every mesh of up to eight ranks.
+TRAINED = Geometry(
+    hidden=192,
+    layers=4,
+    q_lora=64,
+    dense_ff=256,
+    experts=32,
+    ranks=1792,
+)
 K26 = Geometry(
     hidden=7168,
     layers=61,

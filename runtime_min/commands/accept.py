@@ -39,7 +39,8 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
 def accept(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
+    inner_eps: float, no_verify: bool,
     limits: Limits, release: str, prose: Path | None, perplexity: tuple[float, float], requests: Path | None, f1: float,
     schema: float, prompts: Path | None, length: float, out: Path, as_json: bool,
 ) -> None:  # fmt: skip
@@ -48,7 +49,7 @@ def accept(
     What no file was given for is skipped, and the report says so. Exit code 1 if anything failed.
     """
     need("accept", "accept")
-    run = chosen(artifact, device, dtype, ops, inner_eps, no_verify)
+    run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     findings = [_doctor(run)]
     if release == "none":
         findings.append(Finding(name="digests", verdict="skipped", said="--release none"))

@@ -177,7 +177,8 @@ def to_stdout(text: str) -> None:
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.95)
 @click.option("--seed", type=int, default=None, help="[default: another each time]")
 def chat(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool,
+    artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
+    inner_eps: float, no_verify: bool,
     limits: Limits, instant: bool,
     max_tokens: int | None, temperature: float, top_p: float, seed: int | None,
 ) -> None:  # fmt: skip
@@ -188,7 +189,7 @@ def chat(
     opened = Artifact.open(artifact, verify=False)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     tokenizer = Tokenizer.open(artifact)
-    how = chosen(artifact, device, dtype, ops, inner_eps, no_verify)
+    how = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     with Engine(artifact, limits, **how.how) as engine:
         talk = Chat(
             artifact=opened, engine=engine, tokenizer=tokenizer, sampling=sampling, tokens=max_tokens, say=to_stdout,

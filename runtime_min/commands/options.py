@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from runtime_min.collectives import SUMS
 from runtime_min.drafts import require
 from runtime_min.launch import DTYPES, Run
 from runtime_min.request import MOST_BUDGET, MOST_DRAFTS, Limits
@@ -33,6 +34,12 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
                 default=None,
                 help="[default: triton on cuda, ref on cpu]",
             ),
+            click.option(
+                "--sums",
+                type=click.Choice(SUMS),
+                default=None,
+                help="How ranks on GPUs add up; auto is symmetric where the GPUs allow it.  [default: nccl]",
+            ),
             click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
             click.option(
                 "--no-verify", is_flag=True, help="Do not check this rank's files by sha256 before loading them."
@@ -44,9 +51,17 @@ def run_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def chosen(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, inner_eps: float, no_verify: bool
+    artifact: Path,
+    device: str | None,
+    dtype: str | None,
+    ops: str | None,
+    sums: str | None,
+    inner_eps: float,
+    no_verify: bool,
 ) -> Run:
-    return Run(artifact=artifact, device=device, dtype=dtype, ops=ops, inner_eps=inner_eps, verify=not no_verify)
+    return Run(
+        artifact=artifact, device=device, dtype=dtype, ops=ops, inner_eps=inner_eps, verify=not no_verify, sums=sums
+    )
 
 
 LIMITS = ("running", "waiting", "step_tokens", "context", "cache_tokens")

@@ -10,22 +10,8 @@ from typing import NamedTuple, Self
 import tiktoken
 
 from runtime_min.text.files import TokenizerError, Vocabulary, read_vocabulary
+from specs.pretokenizer import PRE_TOKENIZER
 
-CASED_END = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]"
-PRE_TOKENIZER = "|".join(
-    [
-        r"[\p{Han}]+",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}*{LOWER}+{CASED_END}",
-        rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{CASED_END}",
-        r"\p{N}{1,3}",
-        r" ?[^\s\p{L}\p{N}]+[\r\n]*",
-        r"\s*[\r\n]+",
-        r"\s+(?!\S)",
-        r"\s+",
-    ]
-)
 # Where the release's tokenizer cuts long text before BPE: the ids of such text depend on it, and so does the time,
 # which is quadratic in the length of a run.
 CHUNK_CHARS = 400_000
