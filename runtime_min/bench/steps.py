@@ -3,6 +3,7 @@
 Where there is no card the same code times the same calls on the host, so that it runs in tests.
 """
 
+import itertools
 import random
 import statistics
 import time
@@ -12,14 +13,15 @@ from typing import Any
 
 import torch
 
-from runtime_min.bench.decode import last_tokens
 from runtime_min.bench.floors import Work, prefill_flops, work
 from runtime_min.core import Core
 from runtime_min.engine import Engine
 from runtime_min.kernels.check import with_layers
+from runtime_min.kernels.compile import work as laid_out
 from runtime_min.kernels.launch import Kernels, Launch, Problem
 from runtime_min.kernels.mla_decode import launch as mla_decode
 from runtime_min.kernels.race import captured
+from runtime_min.kernels.record import Step
 from runtime_min.kv import Batch, LatentCache, batch
 from runtime_min.models.decoder import Decoder
 from runtime_min.ops import Ops, each, triton_ops
@@ -160,6 +162,12 @@ def decoded(model: Decoder, sequences: int, context: int, floor: Work, card: Car
         bytes_ms=floor.bytes / card.gb_s / 1e6, flops_ms=floor.flops / card.tflops / 1e9,
         idle=max(0.0, 1 - device_ms / ms),
     )  # fmt: skip
+
+
+def last_tokens(cache: LatentCache, sequences: int, context: int) -> Batch:
+    """One query token for each of `sequences` sequences whose other tokens are cached."""
+    number = itertools.count()
+    return batch(cache, laid_out(cache, Step(((1, context),) * sequences), lambda _: [next(number)]))
 
 
 def op_by_op(model: Decoder, sequences: int, context: int, card: Card) -> list[OpRow]:
