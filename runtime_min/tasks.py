@@ -87,7 +87,9 @@ def generate_task(model: Decoder, artifact: Artifact, wanted: Generation) -> dic
 
     with Engine.over(core) as engine:
         result, drafts = engine.generate([request], listen=listen)[0], engine.stats.drafts
-    told((stream.flush() if stream is not None else "") + ("\n" if wanted.stream else ""))
+    told(stream.flush() if stream is not None else "")
+    if wanted.stream:
+        sys.stdout.write("\n")
     if result.error is not None:
         raise PromptError(f"{result.error}; is the artifact damaged?")
     return {
