@@ -1,4 +1,8 @@
-"""Without a GPU Triton kernels run in its interpreter, which must be known before triton is imported."""
+"""Without a GPU Triton kernels run in its interpreter, which must be known before triton is imported.
+
+Test processes share the cores, also those that they start: with more threads than cores small operations wait for each
+other most of the time.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -6,7 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+
+WORKERS = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // WORKERS)))
+
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
