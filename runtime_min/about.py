@@ -23,8 +23,8 @@ def about(core: Core, artifact: Artifact) -> tuple[str, ...]:
         f"device: {device.type}, {here}; torch {torch.__version__}, {_triton()}",
         f"mesh: {mesh.world} ranks, TP {mesh.tp}, EP {mesh.ep}; a rank has {d.experts // mesh.ep} experts of width "
         f"{d.moe_ff // mesh.etp} and {d.heads // mesh.tp} heads; sums between ranks: {core.ranks.sums}",
-        f"compute: {_kernels(core)}, {str(model.settings.dtype).removeprefix('torch.')}; pictures: "
-        f"{'yes' if core.bounds.sees else 'no vision part'}; drafts: {_drafts(core)}",
+        f"compute: {_kernels(core)}, {str(model.settings.dtype).removeprefix('torch.')}",
+        f"pictures: {_pictures(core)}; drafts: {_drafts(core)}",
         f"tuning: {_tuning(core, artifact)}",
     )
 
@@ -63,13 +63,22 @@ def _triton() -> str:
 
 
 def _kernels(core: Core) -> str:
-    """Who computes experts, prefill and decode, and why."""
-    kernels = core.model.ops.kernels
+    """Who computes the text, and why."""
+    kernels, roles = core.model.ops.kernels, "experts, prefill, decode and verify"
     if kernels is None:
-        return "reference ops for experts, prefill and decode (the default on a CPU, or asked for)"
+        return f"reference ops for {roles} (the default on a CPU, or asked for)"
     if isinstance(kernels, Cubins):
-        return f"Triton kernels compiled ahead of time for experts, prefill and decode (kernels/{kernels.arch})"
-    return "Triton kernels for experts, prefill and decode, compiled at first use"
+        return f"Triton kernels compiled ahead of time for {roles} (kernels/{kernels.arch})"
+    return f"Triton kernels for {roles}, compiled at first use (the artifact has none for this device and dtype)"
+
+
+def _pictures(core: Core) -> str:
+    """Who computes the attention of the vision tower, and why."""
+    if not core.bounds.sees:
+        return "no vision part"
+    if core.model.ops.kernels is None:
+        return "reference ops"
+    return "a Triton kernel for positions, torch's attention (cuDNN's where it takes these heads, being the fastest)"
 
 
 def _tuning(core: Core, artifact: Artifact) -> str:

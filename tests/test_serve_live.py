@@ -259,8 +259,12 @@ def test_the_command_starts_tells_and_drains(artifact: Path) -> None:
             if line.startswith("serving: "):
                 break
         whole = "".join(told)
-        for needed in (version_line(), "format 1.0", "device: cpu", "mesh: 1 ranks, TP 1, EP 1", "load: check",
-                       "tuning: ", "2048 tokens in the cache", "parsers: ", "sampling, ", "model: demo"):  # fmt: skip
+        expected = (
+            version_line(), "format 1.0", "model: demo", "device: cpu", "mesh: 1 ranks, TP 1, EP 1", "load: check",
+            "prefill, decode and verify", "pictures: ", "drafts: none", "tuning: ", "2048 tokens in the cache",
+            "parsers: ", "sampling, unless",
+        )  # fmt: skip
+        for needed in expected:
             assert needed in whole, (needed, whole)
         address = told[-1].split()[1]
         rest: list[str] = []
