@@ -68,6 +68,7 @@ def test_accept_passes_and_fails_by_what_it_measures(artifact: Path, tmp_path: P
     code, found, page = accepted(artifact, tmp_path / "a", "--release", "none", "--perplexity", "2", "5000", *files)
     assert code == 0 and {n: f["verdict"] for n, f in found.items()} == {
         "kernels": "pass", "digests": "skipped", "renderings": "pass", "perplexity": "pass", "tool calls": "pass",
+        "drafts": "skipped",
     }  # fmt: skip
     facts = found["perplexity"]["facts"]
     assert isinstance(facts, dict) and 2 < facts["perplexity"] < 5000 and f"{facts['perplexity']:.4f}" in page
@@ -78,6 +79,7 @@ def test_accept_passes_and_fails_by_what_it_measures(artifact: Path, tmp_path: P
     code, found, page = accepted(artifact, tmp_path / "b", "--perplexity", "1", "2", *files)
     assert code == 1 and {n: f["verdict"] for n, f in found.items()} == {
         "kernels": "pass", "digests": "fail", "renderings": "pass", "perplexity": "fail", "tool calls": "fail",
+        "drafts": "skipped",
     }  # fmt: skip
     assert "| tool calls | fail | F1 0.000" in page
 

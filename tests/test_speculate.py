@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise, product
 from typing import Any
 
@@ -28,15 +29,23 @@ from tests.test_engine import requests
 
 SMALL = Limits(running=6, step_tokens=48, share=8, cache_tokens=200, page_tokens=4, spec_adaptive=False)
 ROOM = replace(SMALL, cache_tokens=2000)
+SLOW = pytest.mark.slow
+# The kinds that differ most, and in the slow tier all.
+SOME = ["dflash", "eagle3.1", pytest.param("eagle3 llama", marks=SLOW), pytest.param("eagle3 mla", marks=SLOW)]
 
 
 def greedy(count: int, seed: int) -> list[Request]:
     return [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in requests(count, seed)]
 
 
+@cache
+def _alone(model: Decoder, request: Request) -> list[int]:
+    return alone(model, request, request.sampling.seed or 0)
+
+
 def knowing(model: Decoder, asked: list[Request], quality: float, **how: Any) -> tuple[Scripted, list[list[int]]]:
     """A draft that knows the answers this well, and the answers."""
-    want = [alone(model, r, r.sampling.seed or 0) for r in asked]
+    want = [_alone(model, r) for r in asked]
     return Scripted(answers([[*r.prompt, *w] for r, w in zip(asked, want, strict=True)], quality), **how), want
 
 
@@ -46,10 +55,10 @@ def core(engine: Engine) -> Core:
 
 @pytest.mark.parametrize("tree", [0, 9])
 @pytest.mark.parametrize("quality", [0.0, 0.6, 1.0])
-@pytest.mark.parametrize("k", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("k", [1, pytest.param(2, marks=SLOW), 3, pytest.param(5, marks=SLOW), 8])
 def test_greedy_answers_are_those_of_plain_decoding(k: int, quality: float, tree: int) -> None:
     """With penalties and biases, through a cache so small that requests are preempted and pages evicted."""
-    asked = greedy(40, 1)
+    asked = greedy(30, 1)
     draft, want = knowing(tiny(), asked, quality)
     one = speculating(draft, replace(SMALL, spec_tokens=k, spec_tree=tree))
     results = one.generate(asked)
@@ -75,7 +84,7 @@ def test_a_thousand_greedy_prompts(kind: str) -> None:
         assert [r.ids for r in one.generate(asked)] == want, (k, tree)
 
 
-@pytest.mark.parametrize("count", [40, 200])
+@pytest.mark.parametrize("count", [40, pytest.param(200, marks=SLOW)])
 @pytest.mark.parametrize("tree", [0, 9])
 def test_mixed_requests_each_as_without_drafts(count: int, tree: int) -> None:
     """Greedy, sampled, penalised, with log-probabilities, some of them plain; certain drafts leave all of it alone."""
@@ -95,7 +104,7 @@ def test_mixed_requests_each_as_without_drafts(count: int, tree: int) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("tree", [0, 7, 30])
+@pytest.mark.parametrize("tree", [0, 7, pytest.param(30, marks=SLOW)])
 def test_drafts_with_weights(kind: str, tree: int) -> None:
     asked = greedy(14, 1)
     want = [alone(target(), r, 0) for r in asked]
@@ -103,7 +112,7 @@ def test_drafts_with_weights(kind: str, tree: int) -> None:
     assert [r.ids for r in one.generate(asked)] == want and held(one) == 0
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", SOME)
 def test_a_draft_s_state_is_that_of_a_cold_start(kind: str) -> None:
     """What is proposed depends on the text alone: not on chunks, prefix hits, preemption or who else is there."""
 
@@ -362,7 +371,7 @@ def test_adaptive_drafting_costs_next_to_nothing_or_gives_all() -> None:
         assert (len(draft.asked) <= most) and (quality == 0 or len(draft.asked) >= 128)
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
+@pytest.mark.parametrize("kind", SOME)
 def test_what_a_draft_launches_can_be_warmed(kind: str) -> None:
     real(kind).warm(8)
 

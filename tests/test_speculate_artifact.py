@@ -155,6 +155,7 @@ def test_bench_spec_says_what_it_measured(artifact: Path, tmp_path: Path) -> Non
     assert result.exit_code == 1 and f"{prompts}:1: expected a list of token ids" in result.stderr
 
 
+@pytest.mark.slow
 def test_accept_has_a_verdict_on_drafts(artifact: Path, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("[5, 6, 7]\n")

@@ -435,6 +435,7 @@ def test_the_trained_checkpoint_converts_and_the_runtime_agrees_with_transformer
     assert (score(decoder, ids) - want).abs().max() <= 2e-4
 
 
+@pytest.mark.slow
 def test_a_run_that_was_broken_off_ends_with_the_same_weights(
     ran: tuple[Path, dict[str, Any]], texts: corpus.Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

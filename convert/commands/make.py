@@ -32,7 +32,8 @@ TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tow
     "--drafts", is_flag=True, help="Beside a random model: a random draft of each kind that fits, in OUT-drafts."
 )
 def demo(out: Path, random: bool, geometry: str, layers: int | None, seed: int, drafts: bool) -> None:
-    """Write a small trained checkpoint in the real format to OUT, and its speculative drafts to OUT-drafts.
+    """Write a small checkpoint in the real format to OUT: the trained one, with its drafts in OUT-drafts, where this
+    installation has it, else random weights, which a line then says.
 
     With --random the weights are drawn, a few megabytes with tokenizer and chat template. k2.6 writes full-size
     layers of random words for benches: layer 0 is dense (1 GB), every further one is a mixture of experts (9.8 GB),
@@ -157,8 +158,8 @@ def convert(
 
     MODEL may be an artifact for another mesh; its drafts are then cut again too. Of a hub id the headers are checked
     before anything is downloaded. Each --draft goes to draft/NAME of the artifact; `kiln draft` adds one later.
-    Without MODEL, the small trained checkpoint of this package is written to build/demo and converted. An interrupted
-    conversion goes on where it stopped when the same command runs again.
+    Without MODEL, what `kiln demo` writes goes to build/demo and is converted. An interrupted conversion goes on where
+    it stopped when the same command runs again.
 
     With --part 1/4 to 4/4 four processes or hosts share the work: each takes parts of the artifact that nobody has,
     and the last one seals it. A part that was killed is started again, or left to the others.
