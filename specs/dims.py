@@ -17,8 +17,31 @@ class Yarn:
     mscale_all_dim: float
 
 
+class Mla:
+    """Widths that follow from the sizes of multi-head latent attention."""
+
+    __slots__ = ()
+    kv_lora: int
+    qk_nope: int
+    qk_rope: int
+    v_head: int
+
+    @property
+    def qk_head(self) -> int:
+        return self.qk_nope + self.qk_rope
+
+    @property
+    def qk_nope_v(self) -> int:
+        return self.qk_nope + self.v_head
+
+    @property
+    def kv_a(self) -> int:
+        """Values cached per token and layer: the latent and the shared rotary key."""
+        return self.kv_lora + self.qk_rope
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TextDims:
+class TextDims(Mla):
     """The text decoder: MLA attention, `dense_layers` dense layers, then mixture-of-experts layers."""
 
     hidden: int
@@ -40,19 +63,6 @@ class TextDims:
     norm_eps: float
     context: int
     rope: Yarn
-
-    @property
-    def qk_head(self) -> int:
-        return self.qk_nope + self.qk_rope
-
-    @property
-    def qk_nope_v(self) -> int:
-        return self.qk_nope + self.v_head
-
-    @property
-    def kv_a(self) -> int:
-        """Values cached per token and layer: the latent and the shared rotary key."""
-        return self.kv_lora + self.qk_rope
 
     @property
     def shared_ff(self) -> int:

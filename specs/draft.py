@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from specs.config import Fields
 from specs.dialect import Both, count, layer_ids, rope
-from specs.dims import ModelConfig, Yarn
+from specs.dims import Mla, ModelConfig, Yarn
 from specs.errors import ConfigError
 
 Kind = Literal["eagle3_mla", "eagle3_llama", "dflash"]
@@ -38,7 +38,7 @@ EAGLE_FIXED: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DraftConfig:
+class DraftConfig(Mla):
     """One draft as its config.json states it. Specs refer to these fields and properties by name.
 
     vocab: rows of the draft's own head, if it has one. embed_vocab: rows of its own embedding. Sizes of MLA are 0
@@ -96,18 +96,6 @@ class DraftConfig:
     def pair(self) -> int:
         """Width of an EAGLE3 layer's input: token embedding beside hidden stream."""
         return 2 * self.hidden
-
-    @property
-    def qk_head(self) -> int:
-        return self.qk_nope + self.qk_rope
-
-    @property
-    def qk_nope_v(self) -> int:
-        return self.qk_nope + self.v_head
-
-    @property
-    def kv_a(self) -> int:
-        return self.kv_lora + self.qk_rope
 
 
 def read_draft_config(
