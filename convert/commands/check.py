@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from convert.commands.common import emit, workers_default
+from convert.commands.common import AS_JSON, WORKERS, emit, workers_default
 from specs.errors import InputError
 
 if TYPE_CHECKING:
@@ -38,14 +38,8 @@ def inspect(artifact: Path, as_json: bool) -> None:
 @click.option("--sample", type=click.IntRange(min=1), default=None, metavar="N", help="N stored tensors of every rank.")
 @click.option("--seed", type=int, default=0, help="Which ones --sample chooses.")
 @click.option("--against", default=None, metavar="MODEL", help="Compare elements with this checkpoint or artifact.")
-@click.option(
-    "--workers",
-    type=click.IntRange(1, 256),
-    default=None,
-    help="Worker threads.  [default: cores, at most 16]",
-    show_default=False,
-)
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr.")
+@WORKERS
+@AS_JSON
 def verify(
     artifact: Path,
     quick: bool,

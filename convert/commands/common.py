@@ -17,6 +17,15 @@ from specs.schema import archs
 
 DEMO = "build/demo/checkpoint"
 
+WORKERS = click.option(
+    "--workers",
+    type=click.IntRange(1, 256),
+    default=None,
+    help="Worker threads.  [default: cores, at most 16]",
+    show_default=False,
+)
+AS_JSON = click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr.")
+
 
 class Kiln(click.Group):
     """Wrong input ends with its problems on stderr and exit code 1, wrong usage with 2, never with a traceback."""
@@ -53,16 +62,8 @@ def mesh_options(command: Callable[..., None]) -> Callable[..., None]:
                 metavar="PATH[=NAME]",
                 help="A speculative draft to convert along, called like its folder unless named; may be given again.",
             ),
-            click.option(
-                "--workers",
-                type=click.IntRange(1, 256),
-                default=None,
-                help="Worker threads.  [default: cores, at most 16]",
-                show_default=False,
-            ),
-            click.option(
-                "--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr."
-            ),
+            WORKERS,
+            AS_JSON,
         ]
     ):
         command = option(command)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from convert.commands.common import emit, workers_default
+from convert.commands.common import AS_JSON, WORKERS, emit, workers_default
 
 if TYPE_CHECKING:
     from convert.drafts import Draft
@@ -21,14 +21,8 @@ if TYPE_CHECKING:
 @click.command()
 @click.argument("artifact", type=click.Path(path_type=Path))
 @click.argument("drafts", nargs=-1, required=True, metavar="PATH[=NAME]...")
-@click.option(
-    "--workers",
-    type=click.IntRange(1, 256),
-    default=None,
-    help="Worker threads.  [default: cores, at most 16]",
-    show_default=False,
-)
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr.")
+@WORKERS
+@AS_JSON
 def draft(artifact: Path, drafts: tuple[str, ...], workers: int | None, as_json: bool) -> None:
     """Add speculative drafts to the finished ARTIFACT, each as draft/NAME; nothing else in it is touched.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from convert.commands.common import emit
+from convert.commands.common import AS_JSON, emit
 from specs.schema import archs
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 @click.option("--private", is_flag=True, help="Create the repository for yourself; without it everyone can read it.")
 @click.option("--dry-run", is_flag=True, help="Check everything, show what would be sent, send nothing.")
 @click.option("--tag", default=None, help="Name the finished commit.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr.")
+@AS_JSON
 def publish(artifact: Path, repo: str, private: bool, dry_run: bool, tag: str | None, as_json: bool) -> None:
     """Send ARTIFACT to the hub as REPO (owner/name), and prove that the hub holds it.
 
@@ -79,7 +79,7 @@ def published_text(done: Published, dry_run: bool) -> str:
 @click.option("--arch", type=click.Choice(list(archs())), default=None, help="Take along what was compiled for it.")
 @click.option("--draft", multiple=True, metavar="NAME", help="A draft to fetch; may be given again.  [default: all]")
 @click.option("--no-drafts", is_flag=True, help="Take no draft along.")
-@click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout, all else on stderr.")
+@AS_JSON
 def fetch(
     repo: str,
     out: Path,
