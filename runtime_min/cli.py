@@ -15,9 +15,9 @@ from runtime_min.commands import serve as serving
 from runtime_min.commands.accept import accept
 from runtime_min.commands.chat import chat
 from runtime_min.commands.kernels import bench, tune
-from runtime_min.commands.options import chosen, draft_options, limit_options, run_options
+from runtime_min.commands.options import draft_options, limit_options, run_options
 from runtime_min.commands.speculate import spec
-from runtime_min.launch import launch
+from runtime_min.launch import Run, launch
 from runtime_min.request import Limits
 from runtime_min.tasks import Generation, Scoring, doctor_task, generate_task, score_task
 from specs.errors import InputError
@@ -86,12 +86,7 @@ def under_torchrun() -> tuple[int, int] | None:
 @draft_options
 def generate(
     artifact: Path,
-    device: str | None,
-    dtype: str | None,
-    ops: str | None,
-    sums: str | None,
-    inner_eps: float,
-    no_verify: bool,
+    run: Run,
     prompt: str | None,
     messages: Path | None,
     images: tuple[Path, ...],
@@ -132,7 +127,6 @@ def generate(
         stream=not as_json,
         drafts=drafts,
     )
-    run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     result = launch(run, generate_task, wanted, under_torchrun())
     if as_json and result is not None:
         click.echo(json.dumps(result))
@@ -155,18 +149,12 @@ def generate(
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
 def score(
     artifact: Path,
-    device: str | None,
-    dtype: str | None,
-    ops: str | None,
-    sums: str | None,
-    inner_eps: float,
-    no_verify: bool,
+    run: Run,
     source: Path,
     output: Path,
     as_json: bool,
 ) -> None:
     """Write the logits of every position of given token ids: how anyone checks parity."""
-    run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     result = launch(run, score_task, Scoring(source=source, output=output), under_torchrun())
     if result is not None:
         click.echo(json.dumps(result) if as_json else f"wrote {output}: logits {result['shape']} float32")
@@ -209,17 +197,11 @@ def compile(artifact: Path, arch: str, workers: int | None, as_json: bool) -> No
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
 def doctor(
     artifact: Path,
-    device: str | None,
-    dtype: str | None,
-    ops: str | None,
-    sums: str | None,
-    inner_eps: float,
-    no_verify: bool,
+    run: Run,
     as_json: bool,
 ) -> None:
     """Load ARTIFACT and compare every kernel it uses with its definition, on this device and at its sizes."""
-    run = replace(chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify), check=False)
-    result = launch(run, doctor_task, None, under_torchrun())
+    result = launch(replace(run, check=False), doctor_task, None, under_torchrun())
     if result is None:
         return
     told = "{op:14} {calls:4} calls  error {error:.1e}  allowed {bound:.0e}"
@@ -237,13 +219,11 @@ def doctor(
 @limit_options
 @serving.options
 def serve(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
-    inner_eps: float, no_verify: bool,
-    limits: Limits, **given: Any,
+    artifact: Path, run: Run, limits: Limits, **given: Any,
 ) -> None:  # fmt: skip
     """Serve ARTIFACT over HTTP: OpenAI's chat and completions, a web page at /, metrics; ends in order on SIGTERM."""
     limits = replace(limits, grammars=serving.has_grammars())
-    serving.run(chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify), limits, given)
+    serving.run(run, limits, given)
 
 
 main.add_command(accept)

@@ -8,7 +8,7 @@ import click
 from runtime_min.accept import report, text
 from runtime_min.accept.report import Finding
 from runtime_min.artifact import Artifact
-from runtime_min.commands.options import chosen, limit_options, run_options
+from runtime_min.commands.options import limit_options, run_options
 from runtime_min.commands.serve import need
 from runtime_min.launch import Run, launch
 from runtime_min.request import Limits
@@ -39,17 +39,14 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 )
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
 def accept(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
-    inner_eps: float, no_verify: bool,
-    limits: Limits, release: str, prose: Path | None, perplexity: tuple[float, float], requests: Path | None, f1: float,
-    schema: float, prompts: Path | None, length: float, out: Path, as_json: bool,
+    artifact: Path, run: Run, limits: Limits, release: str, prose: Path | None, perplexity: tuple[float, float],
+    requests: Path | None, f1: float, schema: float, prompts: Path | None, length: float, out: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Check ARTIFACT against the release and by what it says: kernels, files, prompts, perplexity, tool calls.
 
     What no file was given for is skipped, and the report says so. Exit code 1 if anything failed.
     """
     need("accept", "accept")
-    run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     findings = [_doctor(run)]
     if release == "none":
         findings.append(Finding(name="digests", verdict="skipped", said="--release none"))

@@ -11,8 +11,9 @@ from typing import Any
 import click
 
 from runtime_min.artifact import Artifact
-from runtime_min.commands.options import chosen, limit_options, run_options
+from runtime_min.commands.options import limit_options, run_options
 from runtime_min.engine import Engine
+from runtime_min.launch import Run
 from runtime_min.messages import Event
 from runtime_min.pictures import media
 from runtime_min.prompt import Prompt, encoded, user_message
@@ -177,9 +178,7 @@ def to_stdout(text: str) -> None:
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), default=0.95)
 @click.option("--seed", type=int, default=None, help="[default: another each time]")
 def chat(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
-    inner_eps: float, no_verify: bool,
-    limits: Limits, instant: bool,
+    artifact: Path, run: Run, limits: Limits, instant: bool,
     max_tokens: int | None, temperature: float, top_p: float, seed: int | None,
 ) -> None:  # fmt: skip
     """Chat with ARTIFACT in the terminal: history, pictures by path, what is thought dimmed; /help in it tells more."""
@@ -189,8 +188,7 @@ def chat(
     opened = Artifact.open(artifact, verify=False)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
     tokenizer = Tokenizer.open(artifact)
-    how = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
-    with Engine(artifact, limits, **how.how) as engine:
+    with Engine(artifact, limits, **run.how) as engine:
         talk = Chat(
             artifact=opened, engine=engine, tokenizer=tokenizer, sampling=sampling, tokens=max_tokens, say=to_stdout,
             color=sys.stdout.isatty(), thinking=not instant,

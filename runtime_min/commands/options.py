@@ -12,60 +12,43 @@ from runtime_min.drafts import require
 from runtime_min.launch import DTYPES, Run
 from runtime_min.request import MOST_BUDGET, MOST_DRAFTS, Limits
 
-
-def run_options(command: Callable[..., None]) -> Callable[..., None]:
-    for option in reversed(
-        [
-            click.option(
-                "--device",
-                type=click.Choice(["cpu", "cuda"]),
-                default=None,
-                help="[default: cuda if there are enough GPUs]",
-            ),
-            click.option(
-                "--dtype",
-                type=click.Choice(list(DTYPES)),
-                default=None,
-                help="[default: bfloat16 on cuda, float32 on cpu]",
-            ),
-            click.option(
-                "--ops",
-                type=click.Choice(["ref", "triton"]),
-                default=None,
-                help="[default: triton on cuda, ref on cpu]",
-            ),
-            click.option(
-                "--sums",
-                type=click.Choice(SUMS),
-                default=None,
-                help="How ranks on GPUs add up; auto is symmetric where the GPUs allow it.  [default: nccl]",
-            ),
-            click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
-            click.option(
-                "--no-verify", is_flag=True, help="Do not check this rank's files by sha256 before loading them."
-            ),
-        ]
-    ):
-        command = option(command)
-    return command
-
-
-def chosen(
-    artifact: Path,
-    device: str | None,
-    dtype: str | None,
-    ops: str | None,
-    sums: str | None,
-    inner_eps: float,
-    no_verify: bool,
-) -> Run:
-    return Run(
-        artifact=artifact, device=device, dtype=dtype, ops=ops, inner_eps=inner_eps, verify=not no_verify, sums=sums
-    )
-
-
+RUN = ("device", "dtype", "ops", "sums", "inner_eps")
 LIMITS = ("running", "waiting", "step_tokens", "context", "cache_tokens")
 DRAFTS = ("draft", "spec_tokens", "spec_tree", "spec_adaptive")
+
+
+def run_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Options of how an artifact runs, which the command gets as `run`."""
+
+    @wraps(command)
+    def with_run(artifact: Path, no_verify: bool, **given: Any) -> None:
+        run = Run(artifact=artifact, verify=not no_verify, **{name: given.pop(name) for name in RUN})
+        command(artifact=artifact, run=run, **given)
+
+    wrapped: Callable[..., None] = with_run
+    for option in (
+        click.option(
+            "--no-verify", is_flag=True, help="Do not check this rank's files by sha256 before loading them."
+        ),
+        click.option("--inner-eps", type=float, default=1e-6, help="Epsilon of the two norms inside MLA."),
+        click.option(
+            "--sums", type=click.Choice(SUMS), default=None,
+            help="How ranks on GPUs add up; auto is symmetric where the GPUs allow it.  [default: nccl]",
+        ),
+        click.option(
+            "--ops", type=click.Choice(["ref", "triton"]), default=None, help="[default: triton on cuda, ref on cpu]"
+        ),
+        click.option(
+            "--dtype", type=click.Choice(list(DTYPES)), default=None,
+            help="[default: bfloat16 on cuda, float32 on cpu]",
+        ),
+        click.option(
+            "--device", type=click.Choice(["cpu", "cuda"]), default=None,
+            help="[default: cuda if there are enough GPUs]",
+        ),
+    ):  # fmt: skip
+        wrapped = option(wrapped)
+    return wrapped
 
 
 def limit_options(command: Callable[..., None]) -> Callable[..., None]:

@@ -7,7 +7,8 @@ from typing import Any
 import click
 
 from runtime_min.artifact import Artifact
-from runtime_min.commands.options import chosen, limit_options, run_options
+from runtime_min.commands.options import limit_options, run_options
+from runtime_min.launch import Run
 from runtime_min.request import Limits
 from runtime_min.sample import Sampling
 
@@ -28,9 +29,8 @@ from runtime_min.sample import Sampling
 @click.option("--seed", type=int, default=0)
 @click.option("--json", "as_json", is_flag=True, help="Machine-readable result on stdout.")
 def spec(
-    artifact: Path, device: str | None, dtype: str | None, ops: str | None, sums: str | None,
-    inner_eps: float, no_verify: bool,
-    limits: Limits, prompts: Path, max_tokens: int, temperature: float, top_p: float, seed: int, as_json: bool,
+    artifact: Path, run: Run, limits: Limits, prompts: Path, max_tokens: int, temperature: float, top_p: float,
+    seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Acceptance, cost and speed-up of ARTIFACT's --draft on real prompts, against plain decoding in the same run."""
     from runtime_min.bench import speculate
@@ -41,7 +41,6 @@ def spec(
     opened = Artifact.open(artifact, verify=False)
     given = speculate.prompts_of(prompts, opened)
     sampling = Sampling(temperature=temperature, top_p=top_p, seed=seed)
-    run = chosen(artifact, device, dtype, ops, sums, inner_eps, no_verify)
     with Engine(artifact, limits, **run.how) as engine:
         found = speculate.measured(engine, opened, given, sampling, max_tokens)
     setting: dict[str, Any] = {
