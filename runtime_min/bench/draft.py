@@ -22,14 +22,13 @@ from runtime_min.bench.passes import (
     EvenRow,
     Row,
     VerifyRow,
-    appended,
     drafted,
     evens,
     passes,
     verified,
 )
 from runtime_min.bench.report import figure, grid, page, write
-from runtime_min.bench.steps import Card
+from runtime_min.bench.steps import Card, appended, card_options
 from runtime_min.drafts import DFlash, Draft
 from runtime_min.drafts.open import made
 from runtime_min.drafts.shapes import known, of_draft_dims
@@ -38,7 +37,7 @@ from runtime_min.kernels.compile import Alone
 from runtime_min.kernels.cubin import arch_here
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.race import Race, Using
-from runtime_min.kernels.record import Recorder
+from runtime_min.kernels.record import Recorder, Step
 from runtime_min.kv import room
 from runtime_min.memory import emptied
 from runtime_min.models.decoder import Decoder, Settings
@@ -177,7 +176,7 @@ def recorded(dims: TextDims, mesh: Mesh, cases: Cases, choose: Callable[[Problem
     for context in cases.contexts:
         for tokens, tree in cases.verify:
             cache = model.cache(room([context]))
-            model.forward(appended(cache, tokens, context, tree), cache)
+            model.forward(appended(cache, Step(((tokens, context),), tree=tree)), cache)
         for draft in drafts.values():
             for pass_ in passes(draft, context).values():
                 pass_()
@@ -188,15 +187,13 @@ def recorded(dims: TextDims, mesh: Mesh, cases: Cases, choose: Callable[[Problem
 @click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--tp", default=8)
 @click.option("--ep", default=1)
-@click.option("--bandwidth", default=4650.0, help="GB/s that the card reads at best.")
-@click.option("--rate", default=795.0, help="TFLOP/s that the card multiplies bf16 at best.")
-@click.option("--result", type=click.Path(path_type=Path), default=None, help="Write NAME.json, NAME.md and NAME.svg.")
-def main(config: Path, tp: int, ep: int, bandwidth: float, rate: float, result: Path | None) -> None:
+@card_options
+def main(config: Path, tp: int, ep: int, card: Card, result: Path | None) -> None:
     """Measure drafts beside one rank of the model that CONFIG (a config.json) describes."""
     device, mesh, cases = torch.device("cuda"), Mesh(world=tp, tp=tp, ep=ep), Cases()
     dims, choose = read_config(manifest.read_json(config)).text, chooser_here()
     facts = {
-        "card": torch.cuda.get_device_name(), "limits": f"{bandwidth:.0f} GB/s, {rate:.0f} TFLOP/s", "mesh": str(mesh),
+        "card": torch.cuda.get_device_name(), "limits": str(card), "mesh": str(mesh),
         "layers": str(dims.layers), "requests": "1", "torch": torch.__version__, "Python": platform.python_version(),
     }  # fmt: skip
     rows: list[Row] = []
@@ -204,7 +201,7 @@ def main(config: Path, tp: int, ep: int, bandwidth: float, rate: float, result: 
         race.ahead(recorded(dims, mesh, cases, choose).variants)
         how = Settings(dtype=torch.bfloat16, device=device, positions=max(cases.contexts))
         model, drafts = built(dims, mesh, random(device), triton_ops(Using(race)), how)
-        for row in bench(model, drafts, cases, Card(gb_s=bandwidth, tflops=rate)):
+        for row in bench(model, drafts, cases, card):
             rows.append(row)
             click.echo(str(row), err=True)
             if result is not None:

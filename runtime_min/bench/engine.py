@@ -23,6 +23,7 @@ from runtime_min.bench.steps import (
     OpRow,
     PageRow,
     PrefillRow,
+    card_options,
     decoded,
     op_by_op,
     paged,
@@ -159,16 +160,14 @@ def leave(result: Path, rows: Sequence[Row], facts: dict[str, str]) -> None:
 @click.argument("config", type=click.Path(path_type=Path, exists=True, dir_okay=False))
 @click.option("--tp", default=8)
 @click.option("--ep", default=1)
-@click.option("--bandwidth", default=4650.0, help="GB/s that the card reads at best.")
-@click.option("--rate", default=795.0, help="TFLOP/s that the card multiplies bf16 at best.")
-@click.option("--result", type=click.Path(path_type=Path), default=None, help="Write NAME.json, NAME.md and NAME.svg.")
-def main(config: Path, tp: int, ep: int, bandwidth: float, rate: float, result: Path | None) -> None:
+@card_options
+def main(config: Path, tp: int, ep: int, card: Card, result: Path | None) -> None:
     """Measure the engine on one rank of the model that CONFIG (a config.json) describes."""
     device, mesh, cases = torch.device("cuda"), Mesh(world=tp, tp=tp, ep=ep), Cases()
     dims, choose = read_config(manifest.read_json(config)).text, chooser_here()
     small, meta = replace(dims, layers=2, dense_layers=1), partial(torch.empty, device="meta")
     facts = {
-        "card": torch.cuda.get_device_name(), "limits": f"{bandwidth:.0f} GB/s, {rate:.0f} TFLOP/s", "mesh": str(mesh),
+        "card": torch.cuda.get_device_name(), "limits": str(card), "mesh": str(mesh),
         "layers": str(dims.layers), "torch": torch.__version__, "Python": platform.python_version(),
     }  # fmt: skip
     rows: list[Row] = []
@@ -179,7 +178,7 @@ def main(config: Path, tp: int, ep: int, bandwidth: float, rate: float, result: 
         longest = max(c for c, _ in cases.prefill) + 64
         how = Settings(dtype=torch.bfloat16, device=device, positions=longest)
         model = Decoder(dims, weights, triton_ops(Using(race)), Alone(0, mesh), how)
-        for row in bench(model, cases, Card(gb_s=bandwidth, tflops=rate)):
+        for row in bench(model, cases, card):
             rows.append(row)
             click.echo(str(row), err=True)
             if result is not None:

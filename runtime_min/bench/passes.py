@@ -8,11 +8,10 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime_min.bench.steps import Card, each_ms, once, timed_ops
+from runtime_min.bench.steps import Card, appended, each_ms, once, timed_ops
 from runtime_min.drafts import DFlash, Draft
-from runtime_min.kernels.compile import work
 from runtime_min.kernels.record import Step
-from runtime_min.kv import Batch, LatentCache, batch, room
+from runtime_min.kv import Batch, LatentCache, room
 from runtime_min.models.decoder import Decoder
 
 # Tokens that a round commits, over which the draft is extended.
@@ -64,17 +63,10 @@ class EvenRow:
 Row = VerifyRow | DraftRow | EvenRow
 
 
-def appended(cache: LatentCache, tokens: int, context: int, tree: bool = False) -> Batch:
-    """A step of one request's last `tokens` tokens of `context`, logits wanted for each."""
-    step = Step(((tokens, context),), tree=tree)
-    ids = work(cache, step, lambda n: [(37 * i + 11) % 97 for i in range(n)])
-    return batch(cache, ids, list(range(tokens)), parents=step.parents)
-
-
 def verified(model: Decoder, tokens: int, tree: bool, context: int, card: Card) -> VerifyRow:
     cache = model.cache(room([context]))
     cache.rows[:, cache.page_tokens :].normal_()
-    step = appended(cache, tokens, context, tree)
+    step = appended(cache, Step(((tokens, context),), tree=tree))
     ms = timed(model, lambda: model.forward(step, cache))
     found = timed_ops(model, step, cache, card, ("mla_decode", "moe_int4"))
     parts = {op: (t, limit) for op, _, t, limit in found}
@@ -102,7 +94,7 @@ def passes(draft: Draft, context: int) -> dict[str, Callable[[], object]]:
 
     def over(tokens: int, tree: bool = False) -> Batch:
         fresh = LatentCache(1, room([context + d.block]), 1, how.dtype, how.device)
-        return appended(fresh, tokens, context, tree)
+        return appended(fresh, Step(((tokens, context),), tree=tree))
 
     def states(tokens: int, width: int) -> torch.Tensor:
         return torch.randn(tokens, width, dtype=how.dtype, device=how.device)

@@ -24,7 +24,7 @@ import torch.multiprocessing as mp
 from runtime_min import ranks
 from runtime_min.about import driver
 from runtime_min.bench.report import figure, grid, page, write
-from runtime_min.bench.steps import Card
+from runtime_min.bench.steps import Card, card_options
 from runtime_min.bench.together import NONE, LoadRow, StepRow, SumRow, loads, steps, sums
 from runtime_min.kernels.choose import chooser_here
 from runtime_min.kernels.compile import recorded
@@ -238,12 +238,10 @@ def numbers(_: Any, __: Any, text: str) -> tuple[int, ...]:
 @click.option("--context", type=click.IntRange(32), default=4096, help="Cached tokens of each.")
 @click.option("--artifact", type=click.Path(path_type=Path, exists=True), default=None, help="To load on all ranks.")
 @click.option("--rounds", type=click.IntRange(1), default=3, help="Of loading, in each state.")
-@click.option("--bandwidth", default=4650.0, help="GB/s that the card reads at best.")
-@click.option("--rate", default=795.0, help="TFLOP/s that the card multiplies bf16 at best.")
-@click.option("--result", type=click.Path(path_type=Path), default=None, help="Write NAME.json, NAME.md and NAME.svg.")
+@card_options
 def main(
     world: int, ep: int, config: Path, layers: int | None, device: str, tokens: tuple[int, ...],
-    batches: tuple[int, ...], context: int, artifact: Path | None, rounds: int, bandwidth: float, rate: float,
+    batches: tuple[int, ...], context: int, artifact: Path | None, rounds: int, card: Card,
     result: Path | None,
 ) -> None:  # fmt: skip
     """Measure ranks that share this host, with layers as the config.json describes them."""
@@ -256,7 +254,7 @@ def main(
     dims = replace(dims, layers=min(layers or dims.layers, dims.layers))
     plan = Plan(
         dims=dims, mesh=mesh, device=device, tokens=tokens, batches=batches, context=context, artifact=artifact,
-        rounds=rounds, card=Card(gb_s=bandwidth, tflops=rate), result=result, facts=facts_of(dims, mesh, device),
+        rounds=rounds, card=card, result=result, facts=facts_of(dims, mesh, device),
     )  # fmt: skip
     kernels = compiled(dims, mesh) if device == "cuda" else {}
     with tempfile.TemporaryDirectory() as folder:

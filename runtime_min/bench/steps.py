@@ -9,8 +9,11 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import wraps
+from pathlib import Path
 from typing import Any
 
+import click
 import torch
 
 from runtime_min.bench.floors import Work, prefill_flops, work
@@ -94,6 +97,26 @@ class Card:
     gb_s: float
     tflops: float
 
+    def __str__(self) -> str:
+        return f"{self.gb_s:.0f} GB/s, {self.tflops:.0f} TFLOP/s"
+
+
+def card_options(command: Callable[..., None]) -> Callable[..., None]:
+    """What the card can do at best, which the command gets as `card`, and where its result goes."""
+
+    @wraps(command)
+    def with_card(bandwidth: float, rate: float, **given: Any) -> None:
+        command(card=Card(gb_s=bandwidth, tflops=rate), **given)
+
+    wrapped: Callable[..., None] = with_card
+    for option in (
+        click.option("--result", type=click.Path(path_type=Path), help="Write NAME.json, NAME.md and NAME.svg."),
+        click.option("--rate", default=795.0, help="TFLOP/s that the card multiplies bf16 at best."),
+        click.option("--bandwidth", default=4650.0, help="GB/s that the card reads at best."),
+    ):
+        wrapped = option(wrapped)
+    return wrapped
+
 
 def drained(device: torch.device) -> None:
     if device.type == "cuda":
@@ -164,17 +187,18 @@ def decoded(model: Decoder, sequences: int, context: int, floor: Work, card: Car
     )  # fmt: skip
 
 
-def last_tokens(cache: LatentCache, sequences: int, context: int) -> Batch:
-    """One query token for each of `sequences` sequences whose other tokens are cached."""
+def appended(cache: LatentCache, step: Step) -> Batch:
+    """The last tokens of every sequence of a step, whose others are cached; logits wanted for each."""
     number = itertools.count()
-    return batch(cache, laid_out(cache, Step(((1, context),) * sequences), lambda _: [next(number)]))
+    work = laid_out(cache, step, lambda n: [next(number) for _ in range(n)])
+    return batch(cache, work, list(range(sum(len(ids) for _, ids in work))), parents=step.parents)
 
 
 def op_by_op(model: Decoder, sequences: int, context: int, card: Card) -> list[OpRow]:
     """What a decode step's time goes to: for each op all its calls of one step, with their own inputs."""
     cache = model.cache(sequences * context)
     cache.rows[:, cache.page_tokens :].normal_()
-    found = timed_ops(model, last_tokens(cache, sequences, context), cache, card)
+    found = timed_ops(model, appended(cache, Step(((1, context),) * sequences)), cache, card)
     rows = [
         OpRow(sequences=sequences, context=context, op=op, calls=calls, ms=ms, limit_ms=limit)
         for op, calls, ms, limit in found
@@ -239,7 +263,7 @@ def paged(model: Decoder, sequences: int, context: int, page_tokens: int, card: 
     cache = LatentCache(LAYERS, sequences * context, d.kv_a, how.dtype, how.device, page_tokens)
     cache.rows.normal_()
     random.Random(0).shuffle(cache.pool.free)
-    (part,) = last_tokens(cache, sequences, context).parts
+    (part,) = appended(cache, Step(((1, context),) * sequences)).parts
     heads = d.heads // model.ranks.mesh.tp
     q_lat, q_pe = (torch.randn(sequences, heads, n, dtype=how.dtype, device=how.device) for n in (d.kv_lora, d.qk_rope))
     where = (part.pages, part.cu_q, part.lengths, page_tokens, model.scale, part.longest)
