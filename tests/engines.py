@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from random import Random
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from runtime_min.ops import REF, Ops
 from runtime_min.pages import Sequence
 from runtime_min.ranks import Ranks
 from runtime_min.request import Request
-from runtime_min.sample import Rows, draw
+from runtime_min.sample import Rows, Sampling, draw
 from specs.dims import TextDims, Yarn
 from specs.mesh import Mesh
 
@@ -63,6 +64,22 @@ def tiny() -> Decoder:
     # Sharper logits than random ones, so that tokens differ.
     weights["head"].tensor.mul_(6)
     return Decoder(DIMS, weights, cached_moe(), Ranks(0, Mesh()), how)
+
+
+def mixed(count: int, seed: int, vocab: int) -> list[Request]:
+    """Requests about as long as a page and not, greedy and sampled, some with penalties or log-probabilities."""
+    r = Random(seed)
+    return [
+        Request(
+            prompt=tuple(r.randrange(vocab) for _ in range(r.choice((1, 5, 63, 64, 65, 200)))),
+            max_tokens=r.randint(1, 30),
+            sampling=Sampling(
+                temperature=r.choice((0.0, 1.0)), top_p=r.choice((1.0, 0.9)), seed=r.randrange(1 << 60),
+                frequency=r.choice((0.0, 0.5)), logprobs=r.choice((None, 3)),
+            ),
+        )
+        for _ in range(count)
+    ]  # fmt: skip
 
 
 def alone(model: Decoder, request: Request, seed: int) -> list[int]:

@@ -16,7 +16,10 @@ from runtime_min.memory import MemoryPlanError, plan
 from runtime_min.pages import Sequence
 from runtime_min.request import Limits, Request
 from runtime_min.sample import Sampling
+from tests.engines import mixed
 from tests.lab import converted
+
+VOCAB = 512
 
 LIMITS = Limits(running=32, step_tokens=256, share=64, cache_tokens=64 * 64, context=1024, graphs=32)
 
@@ -43,21 +46,6 @@ def graphs(engine: Engine) -> Graphs:
     found = core(engine).runner.graphs
     assert found is not None
     return found
-
-
-def requests(count: int, seed: int, vocab: int = 512) -> list[Request]:
-    r = random.Random(seed)
-    return [
-        Request(
-            prompt=tuple(r.randrange(vocab) for _ in range(r.choice((1, 5, 63, 64, 65, 200)))),
-            max_tokens=r.randint(1, 30),
-            sampling=Sampling(
-                temperature=r.choice((0.0, 1.0)), top_p=r.choice((1.0, 0.9)), seed=r.randrange(1 << 60),
-                frequency=r.choice((0.0, 0.5)), logprobs=r.choice((None, 3)),
-            ),
-        )
-        for _ in range(count)
-    ]  # fmt: skip
 
 
 @pytest.mark.gpu
@@ -94,7 +82,7 @@ def test_a_graph_gives_the_bits_of_the_same_eager_step_for_every_size(engine: En
 
 @pytest.mark.gpu
 def test_tokens_are_those_of_an_engine_without_graphs(engine: Engine, artifact: Path) -> None:
-    asked = [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in requests(40, 1)]
+    asked = [replace(r, sampling=replace(r.sampling, temperature=0.0)) for r in mixed(40, 1, VOCAB)]
     with Engine(artifact, replace(LIMITS, graphs=0), device="cuda", dtype="float32") as other:
         assert core(other).runner.graphs is None
         want = [r.ids for r in other.generate(asked)]
@@ -105,7 +93,7 @@ def test_tokens_are_those_of_an_engine_without_graphs(engine: Engine, artifact: 
 
 @pytest.mark.gpu
 def test_nothing_compiles_past_ready(engine: Engine) -> None:
-    engine.generate(requests(50, 2))
+    engine.generate(mixed(50, 2, VOCAB))
     assert core(engine).ready > 0 and core(engine).compiled == core(engine).ready
 
 
@@ -133,7 +121,7 @@ def test_a_decode_step_waits_for_the_card_only_to_read_the_step_before(engine: E
 def test_nan_in_one_request_ends_it_alone(engine: Engine) -> None:
     """In a prompt, in a decode step of a graph, and beside others that go on with the same tokens."""
     model = core(engine).model
-    good = [replace(r, sampling=Sampling(bias=((500, -1e9),))) for r in requests(12, 4, vocab=500)]
+    good = [replace(r, sampling=Sampling(bias=((500, -1e9),))) for r in mixed(12, 4, 500)]
     want = [r.ids for r in engine.generate(good)]
     kept = model.embed[500].clone()
     model.embed[500] = float("nan")
@@ -153,7 +141,7 @@ def test_nan_in_one_request_ends_it_alone(engine: Engine) -> None:
 def test_two_thousand_requests_leave_memory_flat(artifact: Path) -> None:
     """bf16, mixed load, random cancels, preemption; pages, slots and bytes are what they were."""
     with Engine(artifact, LIMITS, device="cuda") as engine:
-        r, left = random.Random(6), list(reversed(requests(2000, 5)))
+        r, left = random.Random(6), list(reversed(mixed(2000, 5, VOCAB)))
         bytes_at: list[int] = []
         ends = {"stop": 0, "length": 0, "cancelled": 0, "error": 0}
         while left or engine.unfinished:

@@ -37,9 +37,9 @@ from runtime_min.models.decoder import Decoder
 from runtime_min.pages import Sequence
 from runtime_min.remote import Remote
 from runtime_min.request import Limits, Request
-from runtime_min.sample import Sampling
 from runtime_min.score import score
 from specs.mesh import Mesh
+from tests.engines import mixed
 from tests.lab import converted
 
 ROOT = Path(__file__).parent.parent
@@ -285,28 +285,13 @@ def test_ranks_do_not_diverge_though_each_chooses_by_itself(made: Make, where: W
 LIMITS = Limits(running=32, step_tokens=256, share=64, cache_tokens=64 * 64, context=1024, graphs=32)
 
 
-def mixed(count: int, vocab: int) -> list[Request]:
-    r = random.Random(5)
-    return [
-        Request(
-            prompt=tuple(r.randrange(vocab) for _ in range(r.choice((1, 5, 63, 64, 65, 200)))),
-            max_tokens=r.randint(1, 30),
-            sampling=Sampling(
-                temperature=r.choice((0.0, 1.0)), top_p=r.choice((1.0, 0.9)), seed=r.randrange(1 << 60),
-                frequency=r.choice((0.0, 0.5)), logprobs=r.choice((None, 3)),
-            ),
-        )
-        for _ in range(count)
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("kind", ["tp", "ep"])
 @pytest.mark.parametrize("where", MOSTLY)
 def test_the_engine_serves_mixed_requests_and_ends_with_a_dead_rank(made: Make, where: Where, kind: str) -> None:
     with Engine(made(where, kind), LIMITS, device=where.device) as engine:
         link = engine.link
         assert isinstance(link, Remote)
-        asked = mixed(where.requests, engine.bounds.vocab)
+        asked = mixed(where.requests, 5, engine.bounds.vocab)
         results = engine.generate(asked)
         assert [len(r.ids) for r in results] == [a.max_tokens for a in asked]
         assert engine.stats.free == engine.stats.pages and not engine.stats.compiled
