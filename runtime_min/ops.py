@@ -46,10 +46,10 @@ class Ops:
     silu_linear: Callable[[Tensor, Tensor], Tensor]
     heads_linear: Callable[[Tensor, Tensor, bool], Tensor]
     route: Callable[[Tensor, Tensor, int, float], Routing]
-    rope_cache: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    rope_cache: Callable[..., Tensor]
     mla_decode: Callable[..., Tensor]
     mla_prefill: Callable[..., Tensor]
-    moe_int4: Callable[[Tensor, Tensor, Tensor, Routing, int, MoeShape], Tensor]
+    moe_int4: Callable[[Tensor, Tensor, Tensor, Routing, int, MoeShape, Tensor, int], Tensor]
     vit_attn: Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
     gqa: Callable[..., Tensor]
     kernels: Kernels | None = None

@@ -92,9 +92,13 @@ class Ranks:
         dist.all_gather(parts, mine, group=self.across)
         return torch.cat(parts)
 
+    def place(self, rows: int) -> int:
+        """The first of this group's rows in what `brought` laid out."""
+        return self.group * rows if self.groups > 1 else 0
+
     def own(self, x: Tensor, rows: int, tokens: int) -> Tensor:
         """This group's `tokens` rows of what `brought` laid out; a view."""
-        return x if self.groups == 1 else x[self.group * rows : self.group * rows + tokens]
+        return x if self.groups == 1 else x[self.place(rows) : self.place(rows) + tokens]
 
     def sum_own(self, x: Tensor, rows: int, tokens: int) -> Tensor:
         """Elementwise sum over all ranks, in place, and of it this group's rows."""

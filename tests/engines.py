@@ -43,13 +43,16 @@ def cached_moe() -> Ops:
             kept[key] = moe.dequantized(slots[expert], size, tile, like)
         return kept[key]
 
-    def moe_int4(x: Tensor, up: Tensor, down: Tensor, routing: Routing, first: int, shape: MoeShape) -> Tensor:
+    def moe_int4(
+        x: Tensor, up: Tensor, down: Tensor, routing: Routing, first: int, shape: MoeShape, plus: Tensor, at: int
+    ) -> Tensor:
         total = torch.zeros_like(x)
         for e in range(len(up)):
             token, choice = (routing.ids == first + e).nonzero(as_tuple=True)
             h = moe.silu_mul(x[token] @ dense(up, e, (2 * shape.width, shape.hidden), shape.gate_up, x).T)
             y = h @ dense(down, e, (shape.hidden, shape.width), shape.down, x).T
             total.index_add_(0, token, y * routing.weights[token, choice, None].to(y.dtype))
+        total[at : at + len(plus)] += plus
         return total
 
     return replace(REF, moe_int4=moe_int4)

@@ -55,7 +55,7 @@ WRONG: dict[str, Any] = {
     "mla_decode": off_by_a_page,
     "rope_cache": forgetful,
     "route": lambda logits, bias, k, scale: REF.route(logits, torch.zeros_like(bias) - logits, k, scale),
-    "moe_int4": lambda *a: REF.moe_int4(*a[:4], a[4] + 1, a[5]),
+    "moe_int4": lambda *a: REF.moe_int4(*a[:4], a[4] + 1, *a[5:]),
     "rmsnorm": lambda x, w, eps: REF.rmsnorm(x, w, eps) * torch.nan,
 }
 

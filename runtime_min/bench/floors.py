@@ -47,10 +47,12 @@ def _all(args: tuple[Any, ...], result: Any) -> int:
 
 
 def _experts(args: tuple[Any, ...], result: Tensor) -> Work:
-    x, gate_up, down, routing, first, shape = args
+    x, gate_up, down, routing, first, shape, plus, _ = args
     here = routing.ids[(routing.ids >= first) & (routing.ids < first + len(gate_up))]
     slots = 4 * (gate_up.shape[1] + down.shape[1]) * len(torch.unique(here))
-    return Work(bytes=slots + nbytes(x) + nbytes(result), flops=6 * here.numel() * shape.width * shape.hidden)
+    return Work(
+        bytes=slots + nbytes(x) + nbytes(plus) + nbytes(result), flops=6 * here.numel() * shape.width * shape.hidden
+    )
 
 
 def _attention(op: str, args: tuple[Any, ...], result: Tensor) -> Work:

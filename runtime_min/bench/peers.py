@@ -82,7 +82,7 @@ class Humming:
     def __call__(self, case: Case) -> Call | None:
         if case.op != "moe_int4":
             return None
-        x, gate_up, _, routing, first, shape = case.args
+        x, gate_up, _, routing, first, shape = case.args[:6]
         here = len(gate_up)
         sizes = ((2 * shape.width, shape.hidden), (shape.hidden, shape.width))
         layers = [self._layer(here, n, k) for n, k in sizes]

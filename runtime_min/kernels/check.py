@@ -145,9 +145,9 @@ def _comparing(ops: Ops, worst: dict[str, tuple[int, float]]) -> Ops:
 
 def few_experts(args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Tokens routed to the first experts that are here."""
-    x, gate_up, down, routing, first, shape = args
+    x, gate_up, down, routing, first, *rest = args
     ids = first + routing.ids % min(EXPERTS, len(gate_up))
-    return x, gate_up, down, Routing(ids.int().contiguous(), routing.weights), first, shape
+    return x, gate_up, down, Routing(ids.int().contiguous(), routing.weights), first, *rest
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from runtime_min.artifact import Artifact, Stored
+from runtime_min.aside import Aside
 from runtime_min.kv import FEW_QUERIES, Batch, DraftCache, LatentCache, Part
 from runtime_min.models.rope import softmax_scale, tables
 from runtime_min.ops import MoeShape, Ops
@@ -64,9 +65,8 @@ class Attention:
         q_a, latent, k_pe = torch.split(ops.linear(x, self.qkv_a), [d.q_lora, d.kv_lora, d.qk_rope], -1)
         q = ops.norm_linear(q_a, self.q_a_norm, eps, self.q_b).view(-1, self.heads, d.qk_head)
         q_nope, q_pe = torch.split(q, [d.qk_nope, d.qk_rope], -1)
-        latent = ops.rmsnorm(latent, self.kv_a_norm, eps)
         rows = cache.rows[self.layer]
-        q_pe = ops.rope_cache(q_pe, k_pe, latent, m.cos, m.sin, batch.positions, batch.slots, rows)
+        q_pe = ops.rope_cache(q_pe, k_pe, latent, self.kv_a_norm, eps, m.cos, m.sin, batch.positions, batch.slots, rows)
         size = cache.page_tokens
         out = [self._attended(q_nope[p.first : p.last], q_pe[p.first : p.last], rows, p, size) for p in batch.parts]
         return ops.linear((out[0] if len(out) == 1 else torch.cat(out)).flatten(1), self.o)
@@ -115,12 +115,23 @@ class Experts:
 
         The router adds up in FP32, as its bias is stored.
         """
+        aside = Aside(x)
+        with aside:
+            shared = self.shared(x)
         every = self.ranks.brought(x, rows)
         logits = self.ops.linear(every, self.router, self.bias.dtype)
         routing = self.ops.route(logits, self.bias, self.dims.top_k, self.dims.routed_scale)
-        share = self.ops.moe_int4(every, self.gate_up.tensor, self.down.tensor, routing, self.first, self.shape)
-        self.ranks.own(share, rows, len(x)).add_(self.shared(x))
-        return share
+        aside.join()
+        return self.ops.moe_int4(
+            every,
+            self.gate_up.tensor,
+            self.down.tensor,
+            routing,
+            self.first,
+            self.shape,
+            shared,
+            self.ranks.place(rows),
+        )
 
 
 class Decoder:

@@ -43,6 +43,7 @@ def case(
         "x": torch.randn(tokens, hidden + 8, device=device).to(dtype)[:, 8:], "gate_up": gate_up, "down": down,
         "routing": Routing(ids.int().to(device), torch.rand(tokens, top_k, device=device)), "first": first,
         "shape": MoeShape(hidden=hidden, width=width, gate_up=tile_up, down=tile_down),
+        "plus": torch.randn(tokens // 2, hidden, device=device).to(dtype), "at": tokens // 3,
     }  # fmt: skip
 
 
@@ -101,10 +102,11 @@ def test_everybody_to_one_expert_nobody_here_and_no_tokens(device: str) -> None:
 @pytest.mark.parametrize("config", [DIRECT, TABLE])
 def test_rows_do_not_depend_on_their_company(device: str, config: Config) -> None:
     inputs = case(device, torch.float32, 64, 32, 4, 0, 4, tokens=9, top_k=2)
+    inputs |= {"plus": torch.randn(9, 64, device=device), "at": 0}
     whole = launch.moe_int4(Fixed(config), **inputs)
     order = torch.randperm(9, device=device)
     routing = Routing(inputs["routing"].ids[order].contiguous(), inputs["routing"].weights[order].contiguous())
-    moved = inputs | {"x": inputs["x"][order], "routing": routing}
+    moved = inputs | {"x": inputs["x"][order], "routing": routing, "plus": inputs["plus"][order]}
     assert torch.equal(launch.moe_int4(Fixed(config), **moved), whole[order])
 
 
@@ -124,5 +126,5 @@ def test_error_at_the_model_s_sizes(device: str, tokens: int, bound: float, widt
     """Root mean square of the error in bf16 against FP32 weights without rounding."""
     inputs = case(device, torch.bfloat16, 7168, width, here, 0, here, tokens=tokens, top_k=8)
     found = launch.moe_int4(Jit(), **inputs).float()
-    want = ref.moe_int4(**(inputs | {"x": inputs["x"].float()}))
+    want = ref.moe_int4(**(inputs | {"x": inputs["x"].float(), "plus": inputs["plus"].float()}))
     assert (found - want).square().mean().sqrt() <= bound * want.square().mean().sqrt()

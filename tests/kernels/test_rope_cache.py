@@ -21,7 +21,8 @@ def test_rope_cache(device: str, dtype: torch.dtype, heads: int, rope: int, late
     positions = torch.tensor([3, 49, 0, 7, 7, 12], device=device)
     slots = torch.tensor([5, -1, 39, 0, 17, -1], device=device)
     caches = [torch.full((count, latent + rope), 7.0, device=device).to(dtype) for _ in range(2)]
-    common = (q, fused[:, latent:], fused[:, :latent], angle.cos(), angle.sin(), positions, slots)
+    gamma = torch.randn(latent, device=device).to(dtype)
+    common = (q, fused[:, latent:], fused[:, :latent], gamma, 1e-6, angle.cos(), angle.sin(), positions, slots)
     found, want = launch.rope_cache(Jit(), *common, caches[0]), ref.rope_cache(*common, caches[1])
     for a, b in ((found, want), (caches[0], caches[1])):
         assert a.dtype == dtype and ((a - b).abs() <= BOUND[dtype] * b.abs() + 2e-6).all()
@@ -33,5 +34,6 @@ def test_no_tokens(device: str) -> None:
     q, k, latent = (torch.empty(*s, device=device) for s in ((0, 2, 16), (0, 16), (0, 64)))
     none = torch.empty(0, dtype=torch.int64, device=device)
     table, cache = torch.ones(4, 8, device=device), torch.ones(8, 80, device=device)
-    assert launch.rope_cache(Jit(), q, k, latent, table, table, none, none, cache).shape == (0, 2, 16)
+    gamma = torch.ones(64, device=device)
+    assert launch.rope_cache(Jit(), q, k, latent, gamma, 1e-6, table, table, none, none, cache).shape == (0, 2, 16)
     assert (cache == 1).all()

@@ -225,9 +225,13 @@ def activate(
     tl.store(H + route * W + w, rounded(gate / (1 + tl.exp(-gate)) * up, H.dtype.element_ty), mask=w < W)
 
 
-@triton.jit(do_not_specialize=["first"])
-def add_up(Y, IDS, WEIGHTS, OUT, first, HERE: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    """OUT[t] = sum over the choices of t that are here, best first, of weight times Y[route]. Grid: tokens, blocks."""
+@triton.jit(do_not_specialize=["first", "at", "rows"])
+def add_up(
+    Y, IDS, WEIGHTS, PLUS, OUT, first, at, rows,
+    HERE: tl.constexpr, N: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """OUT[t] = sum over the choices of t that are here, best first, of weight times Y[route]; then PLUS[t - at], which
+    has `rows` rows. Grid: tokens, blocks."""
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)
@@ -236,4 +240,6 @@ def add_up(Y, IDS, WEIGHTS, OUT, first, HERE: tl.constexpr, N: tl.constexpr, TOP
         e = tl.load(IDS + route) - first
         if (e >= 0) & (e < HERE):
             acc += tl.load(WEIGHTS + route) * tl.load(Y + route * N + n, mask=n < N, other=0.0).to(tl.float32)
+    if (t >= at) & (t < at + rows):
+        acc += tl.load(PLUS + (t - at) * N + n, mask=n < N, other=0.0).to(tl.float32)
     tl.store(OUT + t * N + n, rounded(acc, OUT.dtype.element_ty), mask=n < N)

@@ -91,14 +91,17 @@ class Problem:
 
 
 def moe_int4(
-    kernels: Kernels, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, first: int, shape: MoeShape
-) -> Tensor:
+    kernels: Kernels, x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, first: int, shape: MoeShape,
+    plus: Tensor, at: int,
+) -> Tensor:  # fmt: skip
     tokens, top_k = routing.ids.shape
     out = torch.empty(tokens, shape.hidden, dtype=x.dtype, device=x.device)
     if not tokens:
         return out
     if x.stride(1) != 1 or x.stride(0) % 8 or not routing.ids.is_contiguous() or not routing.weights.is_contiguous():
         raise ValueError(f"moe_int4: x has strides {x.stride()}; rows must be contiguous and a multiple of 8 apart")
+    if not plus.is_contiguous() or at < 0 or at + len(plus) > tokens:
+        raise ValueError(f"moe_int4: {list(plus.shape)} rows with strides {plus.stride()} at {at} of {tokens} tokens")
     here, routes = len(gate_up), tokens * top_k
     config: Config = kernels.pick(
         Problem(shape.hidden, shape.width, here, top_k, power(tokens), shape.gate_up, shape.down)
@@ -117,7 +120,7 @@ def moe_int4(
     block = min(1024, power(shape.hidden))
     constants = {"HERE": here, "N": shape.hidden, "TOP_K": top_k, "BLOCK": block}
     grid = (tokens, -(-shape.hidden // block), 1)
-    args = (y, routing.ids, routing.weights, out, first)
+    args = (y, routing.ids, routing.weights, plus, out, first, at, len(plus))
     kernels.run(Launch(kernel="moe_int4.add_up", grid=grid, args=args, constants=constants))
     return out
 

@@ -22,11 +22,13 @@ class MoeShape:
     down: tuple[int, int]
 
 
-def moe_int4(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, first: int, shape: MoeShape) -> Tensor:
-    """Weighted sum [T, hidden] over the chosen experts that are here, in x's dtype.
+def moe_int4(
+    x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, first: int, shape: MoeShape, plus: Tensor, at: int
+) -> Tensor:
+    """Weighted sum [T, hidden] over the chosen experts that are here, in x's dtype, and `plus` on rows at, at + 1, ...
 
     x [T, hidden]; gate_up and down [experts here, slot words] int32 hold experts first, first + 1, ...; experts that
-    a token chose elsewhere add nothing.
+    a token chose elsewhere add nothing. plus [up to T - at, hidden]: what the shared expert gives.
     """
     total = torch.zeros(x.shape, dtype=wide(x), device=x.device)
     for expert in range(len(gate_up)):
@@ -37,6 +39,7 @@ def moe_int4(x: Tensor, gate_up: Tensor, down: Tensor, routing: Routing, first: 
         h = silu_mul(wide_x @ dequantized(gate_up[expert], (2 * shape.width, shape.hidden), shape.gate_up, x).T)
         y = h @ dequantized(down[expert], (shape.hidden, shape.width), shape.down, x).T
         total.index_add_(0, token, y * routing.weights[token, choice, None].to(y.dtype))
+    total[at : at + len(plus)] += plus
     return total.to(x.dtype)
 
 

@@ -1,4 +1,4 @@
-"""Rotary positions and the write of a token's row into the latent cache: one program a token."""
+"""Rotary positions, the latent's norm and the write of a token's row into the latent cache: one program a token."""
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
@@ -8,9 +8,9 @@ import triton.language as tl
 from runtime_min.kernels.compat import rounded
 
 
-@triton.jit(do_not_specialize=["q_row", "q_head", "k_row", "latent_row"])
+@triton.jit(do_not_specialize=["eps", "q_row", "q_head", "k_row", "latent_row"])
 def rows(
-    Q, KEY, LATENT, COS, SIN, POSITIONS, SLOTS, CACHE, OUT, q_row, q_head, k_row, latent_row,
+    Q, KEY, LATENT, GAMMA, COS, SIN, POSITIONS, SLOTS, CACHE, OUT, eps, q_row, q_head, k_row, latent_row,
     H: tl.constexpr, BH: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, L: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """R counts pairs. OUT [T, H, 2 R]; CACHE [rows, L + 2 R] at SLOTS[t], nothing where that is negative."""
@@ -30,7 +30,10 @@ def rows(
     if slot >= 0:
         row = CACHE + slot * (L + 2 * R)
         n = tl.arange(0, BL)
-        tl.store(row + n, tl.load(LATENT + t * latent_row + n, mask=n < L), mask=n < L)
+        x = tl.load(LATENT + t * latent_row + n, mask=n < L, other=0.0).to(tl.float32)
+        normed = rounded(x * tl.rsqrt(tl.sum(x * x, 0) / L + eps), LATENT.dtype.element_ty).to(tl.float32)
+        gamma = tl.load(GAMMA + n, mask=n < L, other=0.0).to(tl.float32)
+        tl.store(row + n, rounded(normed * gamma, dtype), mask=n < L)
         k = KEY + t * k_row + 2 * i
         k_even = tl.load(k, mask=i < R, other=0.0).to(tl.float32)
         k_odd = tl.load(k + 1, mask=i < R, other=0.0).to(tl.float32)

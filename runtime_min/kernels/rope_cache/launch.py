@@ -1,4 +1,4 @@
-"""Rotary positions and the cache write: one program a token."""
+"""Rotary positions, the latent's norm and the cache write: one program a token."""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -28,8 +28,8 @@ class Problem:
 
 
 def rope_cache(
-    kernels: Kernels, q_pe: Tensor, k_pe: Tensor, latent: Tensor, cos: Tensor, sin: Tensor, positions: Tensor,
-    slots: Tensor, rows: Tensor,
+    kernels: Kernels, q_pe: Tensor, k_pe: Tensor, latent: Tensor, gamma: Tensor, eps: float, cos: Tensor, sin: Tensor,
+    positions: Tensor, slots: Tensor, rows: Tensor,
 ) -> Tensor:  # fmt: skip
     tokens, heads, rope = q_pe.shape
     out = q_pe.new_empty(q_pe.shape)
@@ -44,7 +44,7 @@ def rope_cache(
         "H": heads, "BH": power(heads), "R": rope // 2, "BR": power(rope // 2), "L": width, "BL": power(width),
     }  # fmt: skip
     strides = (q_pe.stride(0), q_pe.stride(1), k_pe.stride(0), latent.stride(0))
-    args = (q_pe, k_pe, latent, cos, sin, positions, slots, rows, out, *strides)
+    args = (q_pe, k_pe, latent, gamma, cos, sin, positions, slots, rows, out, eps, *strides)
     kernels.run(
         Launch(kernel="rope_cache.rows", grid=(tokens, 1, 1), args=args, constants=constants, warps=config.warps)
     )
