@@ -19,6 +19,11 @@ def second(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
+def away(device: torch.device) -> bool:
+    """Is what is launched now aside?"""
+    return device.type == "cuda" and torch.cuda.current_stream(device) == second(device)
+
+
 class Aside:
     """`with` this, work on x [T, N] goes aside, if it is of few tokens and on a GPU; join() comes before its result is
     used, and x and the result are kept until then.

@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from runtime_min.aside import away
 from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 # Above this many tokens a block of weights is used often enough for the library's product to be as fast.
@@ -71,8 +72,9 @@ def largest_power(k: int) -> int:
 
 
 @cache
-def scratch(device: torch.device, floats: int, tiles: int) -> tuple[Tensor, Tensor]:
-    """Room for partial sums, and counters that are zero between launches. Launches of one stream share it."""
+def scratch(device: torch.device, away: bool, floats: int, tiles: int) -> tuple[Tensor, Tensor]:
+    """Room for partial sums, and counters that are zero between launches. Launches one after another share it; what
+    runs aside has its own."""
     return torch.empty(floats, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
@@ -151,7 +153,8 @@ def _launch(
     blocks = -(-tokens // bm)
     grid = (-(-n // config.bn), config.split, heads * blocks)
     tiles = grid[0] * grid[2]
-    parts, done = scratch(x.device, tiles * config.split * (config.bn + 1) * bm if config.split > 1 else 1, tiles)
+    floats = tiles * config.split * (config.bn + 1) * bm if config.split > 1 else 1
+    parts, done = scratch(x.device, away(x.device), floats, tiles)
     squares = parts[tiles * config.split * config.bn * bm :] if config.split > 1 else parts
     constants = {
         "N": n, "K": k, "X_ROW": x.stride(0), "X_HEAD": x.stride(1) if heads > 1 else 0, "Y_ROW": y.stride(0),
