@@ -13,6 +13,8 @@ from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 # Above this many tokens a block of weights is used often enough for the library's product to be as fast.
 MOST_TOKENS = 16
 BLOCK_N = (16, 32, 64)
+# Do programs ask for their weights before they wait for their inputs?
+PREFETCH = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +73,11 @@ def largest_power(k: int) -> int:
 
 
 @cache
-def scratch(device: torch.device, floats: int, tiles: int) -> tuple[Tensor, Tensor]:
+def scratch(device: torch.device, stream: int, floats: int, tiles: int) -> tuple[Tensor, Tensor]:
     """Room for partial sums, and counters that are zero between launches. Launches of one stream share it."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # The zeros would be those of this graph alone, and its memory too.
+        raise RuntimeError("linear: run the work on the stream of a capture before the capture; it keeps scratch there")
     return torch.empty(floats, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
@@ -151,12 +156,14 @@ def _launch(
     blocks = -(-tokens // bm)
     grid = (-(-n // config.bn), config.split, heads * blocks)
     tiles = grid[0] * grid[2]
-    parts, done = scratch(x.device, tiles * config.split * (config.bn + 1) * bm if config.split > 1 else 1, tiles)
+    stream = torch.cuda.current_stream(x.device).cuda_stream if x.is_cuda else 0
+    floats = tiles * config.split * (config.bn + 1) * bm if config.split > 1 else 1
+    parts, done = scratch(x.device, stream, floats, tiles)
     squares = parts[tiles * config.split * config.bn * bm :] if config.split > 1 else parts
     constants = {
         "N": n, "K": k, "X_ROW": x.stride(0), "X_HEAD": x.stride(1) if heads > 1 else 0, "Y_ROW": y.stride(0),
         "BN": config.bn, "BM": bm, "BK": config.bk, "SPLIT": config.split, "ACROSS": across,
-        "NORM": gamma is not None, "SILU": silu, "STAGES": config.stages,
+        "NORM": gamma is not None, "SILU": silu, "STAGES": config.stages, "PREFETCH": PREFETCH,
     }  # fmt: skip
     args = (x, gamma if gamma is not None else x, weight, y, parts, squares, done, tokens, eps)
     kernels.run(Launch(kernel="linear.product", grid=grid, args=args, constants=constants, warps=config.warps))
