@@ -7,6 +7,7 @@ A real step is filled up with sequences of one token that write nothing and see 
 import torch
 from torch import Tensor
 
+from runtime_min.kernels.launch import capturing
 from runtime_min.kv import Batch, LatentCache, Part, Tree
 from runtime_min.models.decoder import Decoder
 
@@ -54,14 +55,16 @@ class Graphs:
 
     def capture(self) -> None:
         """Captures every size, the largest first, in one pool of memory. Every rank does so at the same time."""
-        pool = torch.cuda.graph_pool_handle()
+        pool, stream = torch.cuda.graph_pool_handle(), capturing(self.cache.rows.device.index)
         for n in reversed(self.counts):
             self.model.ranks.every(n)
-            for _ in range(WARM):
-                self.model.tapped(self.batch(n), self.cache, taps=self.taps)
+            torch.cuda.synchronize()
+            with torch.cuda.stream(stream):
+                for _ in range(WARM):
+                    self.model.tapped(self.batch(n), self.cache, taps=self.taps)
             torch.cuda.synchronize()
             self.captured[n] = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(self.captured[n], pool=pool):
+            with torch.cuda.graph(self.captured[n], pool=pool, stream=stream):
                 self.logits[n], self.states[n] = self.model.tapped(self.batch(n), self.cache, taps=self.taps)
 
     def batch(self, n: int) -> Batch:

@@ -47,22 +47,20 @@ def ready():
     A program that returns without it would let the next kernel begin, and not wait, while what came before this one
     still runs. Where launches do not overlap it does nothing.
     """
-    if not INTERPRET:
-        if overlaps():
-            gdc_wait()
-            gdc_launch_dependents()
+    if not INTERPRET and overlaps():
+        gdc_wait()
+        gdc_launch_dependents()
 
 
 @triton.jit
 def fetch(pointers):
     """Asks for the cache lines of a block of pointers to come to L2, before `ready` too if nobody writes there."""
-    if not INTERPRET:
-        if overlaps():
-            tl.inline_asm_elementwise(
-                asm="prefetch.global.L2 [$1]; // nothing in $0",
-                constraints="=r,l",
-                args=[pointers.to(tl.int64)],
-                dtype=tl.int32,
-                is_pure=False,
-                pack=1,
-            )
+    if not INTERPRET and overlaps():
+        tl.inline_asm_elementwise(
+            asm="prefetch.global.L2 [$1]; // nothing in $0",
+            constraints="=r,l",
+            args=[pointers.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )

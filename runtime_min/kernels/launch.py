@@ -6,7 +6,10 @@ An op's launch.py turns tensors into `Launch`es and needs no triton. A `Kernels`
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, ClassVar, Protocol
+
+import torch
 
 # log2(e): kernels raise 2, which the hardware does, where definitions raise e.
 LOG2E = 1.4426950408889634
@@ -53,6 +56,13 @@ class Kernels(Protocol):
     def compiled(self) -> int:
         """How many kernels had to be compiled in this process so far."""
         ...
+
+
+@cache
+def capturing(device: int) -> torch.cuda.Stream:
+    """The one stream of a device that graphs are captured on. Their work runs there before: kernels keep scratch for
+    each stream, and what is made during a capture would be that graph's alone."""
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def power(n: int) -> int:

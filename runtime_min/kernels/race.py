@@ -17,7 +17,7 @@ from runtime_min.kernels.choose import Choose
 from runtime_min.kernels.compile import compiled
 from runtime_min.kernels.cubin import Loaded
 from runtime_min.kernels.index import Compiled
-from runtime_min.kernels.launch import Launch, Problem
+from runtime_min.kernels.launch import Launch, Problem, capturing
 from runtime_min.kernels.record import Recorder, Variant, variant
 from runtime_min.ops import REF, triton_ops
 from specs.schema import archs
@@ -60,11 +60,12 @@ class Using:
 
 
 class Race(AbstractContextManager["Race"]):
-    """Compiles ahead in `workers` processes, and keeps what is loaded. choose: configs of nested ops."""
+    """Compiles ahead in `workers` processes, and keeps what is loaded. choose: configs of nested ops; overlap: as
+    `Loaded` takes it."""
 
-    def __init__(self, arch: str, choose: Choose, workers: int) -> None:
+    def __init__(self, arch: str, choose: Choose, workers: int, overlap: bool = True) -> None:
         self.arch, self.choose, self.limit = arch, choose, archs()[arch]["shared_bytes"]
-        self.loaded = Loaded()
+        self.loaded = Loaded(overlap)
         self.pool = ProcessPoolExecutor(workers, get_context("spawn"))
         self.made: dict[Variant, Future[tuple[Compiled, bytes]]] = {}
 
@@ -137,10 +138,13 @@ def timed(call: Callable[..., Any], inputs: list[tuple[Any, ...]]) -> Time:
 
 
 def captured(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of `work`, which has run before."""
+    """A graph of `work`, which has run before; once more here, where kernels keep their scratch."""
     torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    stream, graph = capturing(torch.cuda.current_device()), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        work()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
         work()
     return graph
 

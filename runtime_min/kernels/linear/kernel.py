@@ -35,13 +35,11 @@ def fetch_weights(
     """Asks for the lines that rows n0.. of the weights are read from first, k0 to at most k0 + SHARE."""
     EACH: tl.constexpr = LINE * 8 // w_head.dtype.element_ty.primitive_bitwidth
     if ACROSS:
-        ACROSS_N: tl.constexpr = (BN + EACH - 1) // EACH
-        MOST: tl.constexpr = LINES // ACROSS_N
-        DOWN: tl.constexpr = min(triton.next_power_of_2(SHARE), MOST)
-        n, k = tl.arange(0, ACROSS_N) * EACH, tl.arange(0, DOWN)
+        WIDE: tl.constexpr = (BN + EACH - 1) // EACH
+        DEEP: tl.constexpr = min(triton.next_power_of_2(SHARE), LINES // WIDE)
+        n, k = tl.arange(0, WIDE) * EACH, tl.arange(0, DEEP)
     else:
-        MOST: tl.constexpr = LINES // BN
-        ALONG: tl.constexpr = min(triton.next_power_of_2((SHARE + EACH - 1) // EACH), MOST)
+        ALONG: tl.constexpr = min(triton.next_power_of_2((SHARE + EACH - 1) // EACH), LINES // BN)
         n, k = tl.arange(0, BN), tl.arange(0, ALONG) * EACH
     n = tl.minimum(n0 + n, N - 1)[:, None]
     k = tl.minimum(k0 + tl.minimum(k, SHARE - 1), K - 1)[None, :]
