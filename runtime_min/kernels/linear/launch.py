@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 # Above this many tokens a block of weights is used often enough for the library's product to be as fast.
@@ -77,7 +78,7 @@ def scratch(device: torch.device, stream: int, floats: int, tiles: int) -> tuple
     """Room for partial sums, and counters that are zero between launches. Launches of one stream share it."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         # The zeros would be those of this graph alone, and its memory too.
-        raise RuntimeError("linear: run the work on the stream of a capture before the capture; it keeps scratch there")
+        raise KernelError("linear: run the work on the stream of a capture before the capture; it keeps scratch there")
     return torch.empty(floats, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
