@@ -217,8 +217,8 @@ def _check_shared(made: list[Compiled], arch: str) -> None:
         )
 
 
-def compiled(variant: Variant, arch: str) -> tuple[Compiled, bytes]:
-    """One kernel for one architecture."""
+def translated(variant: Variant, arch: str) -> Any:
+    """Triton's own form of one kernel for one architecture: `asm` by stage, `metadata`."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -234,7 +234,12 @@ def compiled(variant: Variant, arch: str) -> tuple[Compiled, bytes]:
     }
     source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
     options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True}
-    made: Any = triton.compile(source, target=GPUTarget("cuda", archs()[arch]["target"], 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", archs()[arch]["target"], 32), options=options)
+
+
+def compiled(variant: Variant, arch: str) -> tuple[Compiled, bytes]:
+    """One kernel for one architecture."""
+    made = translated(variant, arch)
     cubin: bytes = made.asm["cubin"]
     meta = made.metadata
     scratch = (int(meta.global_scratch_size), int(getattr(meta, "profile_scratch_size", 0)))

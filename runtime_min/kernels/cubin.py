@@ -15,8 +15,26 @@ from runtime_min.kernels.record import Variant, variant
 from specs import manifest
 
 MAX_DYNAMIC_SHARED = 8
+PROGRAMMATIC_STREAM_SERIALIZATION = 6
 STATIC_LIMIT = 48 << 10
 CTYPES: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+
+
+class Attribute(ctypes.Structure):
+    """CUlaunchAttribute with a value that is an int, the first of 64 bytes of many kinds."""
+
+    _fields_ = (
+        ("id", ctypes.c_int), ("pad", ctypes.c_char * 4), ("value", ctypes.c_int), ("rest", ctypes.c_char * 60),
+    )  # fmt: skip
+
+
+class Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        ("grid", ctypes.c_uint * 3), ("block", ctypes.c_uint * 3), ("shared", ctypes.c_uint),
+        ("stream", ctypes.c_void_p), ("attributes", ctypes.POINTER(Attribute)), ("count", ctypes.c_uint),
+    )  # fmt: skip
 
 
 class Driver:
@@ -53,11 +71,18 @@ def arch_here() -> str:
     return f"sm{major}{minor}"
 
 
-class Loaded:
-    """Compiled kernels on this GPU, by what they are a compiled form of."""
+def overlaps_here() -> bool:
+    """Can the current GPU begin a launch before the one before it ends?"""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
-    def __init__(self) -> None:
+
+class Loaded:
+    """Compiled kernels on this GPU, by what they are a compiled form of. overlap: on GPUs that can, a launch may begin
+    before the one before it ends; kernels then wait on the card."""
+
+    def __init__(self, overlap: bool = True) -> None:
         self.driver = Driver()
+        self.early = Attribute(id=PROGRAMMATIC_STREAM_SERIALIZATION, value=1) if overlap and overlaps_here() else None
         self.kernels: dict[Variant, tuple[Compiled, ctypes.c_void_p]] = {}
 
     def add(self, kernel: Compiled, image: bytes) -> None:
@@ -73,8 +98,10 @@ class Loaded:
         values += [ctypes.c_void_p(next(scratch).data_ptr() if n else 0) for n in kernel.scratch]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        block = (32 * launch.warps, 1, 1)
-        self.driver("cuLaunchKernel", handle, *launch.grid, *block, kernel.shared_bytes, stream, addresses, None)
+        config = Config(launch.grid, (32 * launch.warps, 1, 1), kernel.shared_bytes, stream)
+        if self.early is not None:
+            config.attributes, config.count = ctypes.pointer(self.early), 1
+        self.driver("cuLaunchKernelEx", ctypes.byref(config), handle, addresses, None)
 
 
 class Cubins:
@@ -83,9 +110,11 @@ class Cubins:
 
     compiled = 0
 
-    def __init__(self, artifact: Path, arch: str, weights: str, choose: Callable[[Problem], Any]) -> None:
+    def __init__(
+        self, artifact: Path, arch: str, weights: str, choose: Callable[[Problem], Any], overlap: bool = True
+    ) -> None:
         self.artifact, self.arch, self.pick = artifact, arch, choose
-        self.loaded = Loaded()
+        self.loaded = Loaded(overlap)
         self.digest = str(manifest.read_json(index.folder(artifact, arch) / index.NAME)["digest"])
         for kernel in index.read(artifact, arch, weights).values():
             self.loaded.add(kernel, index.image(artifact, arch, kernel))

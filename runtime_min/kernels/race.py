@@ -60,11 +60,12 @@ class Using:
 
 
 class Race(AbstractContextManager["Race"]):
-    """Compiles ahead in `workers` processes, and keeps what is loaded. choose: configs of nested ops."""
+    """Compiles ahead in `workers` processes, and keeps what is loaded. choose: configs of nested ops; overlap: as
+    `Loaded` takes it."""
 
-    def __init__(self, arch: str, choose: Choose, workers: int) -> None:
+    def __init__(self, arch: str, choose: Choose, workers: int, overlap: bool = True) -> None:
         self.arch, self.choose, self.limit = arch, choose, archs()[arch]["shared_bytes"]
-        self.loaded = Loaded()
+        self.loaded = Loaded(overlap)
         self.pool = ProcessPoolExecutor(workers, get_context("spawn"))
         self.made: dict[Variant, Future[tuple[Compiled, bytes]]] = {}
 

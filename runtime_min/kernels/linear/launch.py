@@ -9,11 +9,14 @@ import torch
 from torch import Tensor
 
 from runtime_min.aside import away
+from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 
 # Above this many tokens a block of weights is used often enough for the library's product to be as fast.
 MOST_TOKENS = 16
 BLOCK_N = (16, 32, 64)
+# Do programs ask for their weights before they wait for their inputs?
+PREFETCH = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +75,12 @@ def largest_power(k: int) -> int:
 
 
 @cache
-def scratch(device: torch.device, away: bool, floats: int, tiles: int) -> tuple[Tensor, Tensor]:
+def scratch(device: torch.device, aside: bool, floats: int, tiles: int) -> tuple[Tensor, Tensor]:
     """Room for partial sums, and counters that are zero between launches. Launches one after another share it; what
     runs aside has its own."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        # The zeros would be those of this graph alone, and its memory too.
+        raise KernelError("linear: run the work once before its capture; it keeps scratch")
     return torch.empty(floats, device=device), torch.zeros(tiles, dtype=torch.int32, device=device)
 
 
@@ -159,7 +165,7 @@ def _launch(
     constants = {
         "N": n, "K": k, "X_ROW": x.stride(0), "X_HEAD": x.stride(1) if heads > 1 else 0, "Y_ROW": y.stride(0),
         "BN": config.bn, "BM": bm, "BK": config.bk, "SPLIT": config.split, "ACROSS": across,
-        "NORM": gamma is not None, "SILU": silu, "STAGES": config.stages,
+        "NORM": gamma is not None, "SILU": silu, "STAGES": config.stages, "PREFETCH": PREFETCH,
     }  # fmt: skip
     args = (x, gamma if gamma is not None else x, weight, y, parts, squares, done, tokens, eps)
     kernels.run(Launch(kernel="linear.product", grid=grid, args=args, constants=constants, warps=config.warps))

@@ -10,7 +10,7 @@ of rows.
 import triton
 import triton.language as tl
 
-from runtime_min.kernels.compat import dot, rounded
+from runtime_min.kernels.compat import dot, ready, rounded
 
 
 @triton.jit(do_not_specialize=["pages_row", "splits", "scale", "tokens"])
@@ -25,6 +25,7 @@ def split(
     fp32 [splits, T, H, 2] the largest score and the sum of weights. TREE: a query sees keys before PREFIX[b], and key
     PREFIX[b] + j where bit j of VISIBLE [T] is set; PREFIX and VISIBLE are not looked at otherwise.
     """
+    ready()
     b, share, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     first = tl.load(CU_Q + b)
     count = tl.load(CU_Q + b + 1) - first
@@ -93,6 +94,7 @@ def combine(
 ):  # fmt: skip
     """OUT [T, H, L] from what `split` left, in the order of the context; BS is at least splits. Grid: tokens times
     heads, blocks of BL values."""
+    ready()
     row = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BL + tl.arange(0, BL)
     every = tl.arange(0, BS)

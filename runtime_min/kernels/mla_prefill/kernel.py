@@ -9,7 +9,7 @@ scratch. Keys are in two parts: what a head's latent expands to, and the rotary 
 import triton
 import triton.language as tl
 
-from runtime_min.kernels.compat import dot, rounded
+from runtime_min.kernels.compat import dot, ready, rounded
 
 
 @triton.jit
@@ -57,6 +57,7 @@ def attend(
     fp32 [queries, H, 2] carry unfinished rows from chunk to chunk; OUT [queries, H, VD] is written by the LAST one.
     scale is in units of log 2.
     """
+    ready()
     # The compiler learns that rows begin on 16 bytes, and loads by them.
     q_row, q_pe_row, k_row, pe_row = q_row // 8 * 8, q_pe_row // 8 * 8, k_row // 8 * 8, pe_row // 8 * 8
     block, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)

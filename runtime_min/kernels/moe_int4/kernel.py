@@ -9,13 +9,14 @@ tokens every route is a block of its own and no table is needed.
 import triton
 import triton.language as tl
 
-from runtime_min.kernels.compat import dot, rounded
+from runtime_min.kernels.compat import dot, ready, rounded
 from runtime_min.kernels.layouts.int4_tile_device import load_codes, load_eight, load_scale_pairs, load_scales
 
 
 @triton.jit(do_not_specialize=["first", "routes"])
 def count(IDS, COUNTS, first, routes, BLOCK: tl.constexpr):
     """COUNTS[e]: routes to expert first + e. Grid: experts here."""
+    ready()
     e = tl.program_id(0)
     total = tl.zeros([BLOCK], tl.int32)
     for start in tl.range(0, routes, BLOCK):
@@ -31,6 +32,7 @@ def table(
 ):  # fmt: skip
     """SORTED: routes by expert, in order, each expert's padded with `routes` to whole blocks of BM; EXPERTS: whose a
     block is; BLOCKS[0]: their number. Grid: experts here."""
+    ready()
     e = tl.program_id(0)
     every = tl.arange(0, BE)
     needed = (tl.load(COUNTS + every, mask=every < E, other=0) + BM - 1) // BM
@@ -110,6 +112,7 @@ def product(
 
     Grid: row tiles of BN, SPLIT parts of K, blocks. WORDS: int32 words of an expert's slot. DIRECT: blocks are routes.
     """
+    ready()
     tile_n, part, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     e, route = block_of(IDS, SORTED, EXPERTS, BLOCKS, first, routes, block, HERE, BM, DIRECT)
     if e < 0:
@@ -170,6 +173,7 @@ def narrow(
 
     K is 256, one tile, so a program walks over ITER tiles of rows with its inputs in registers. Grid: walks, 1, blocks.
     """
+    ready()
     e, route = block_of(IDS, SORTED, EXPERTS, BLOCKS, first, routes, tl.program_id(2), HERE, BM, DIRECT)
     if e < 0:
         return
@@ -210,6 +214,7 @@ def activate(
     GATE_UP, IDS, H, first, routes, HERE: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr
 ):
     """H[route] = silu(gate) * up of the summed parts of GATE_UP [SPLIT, routes, 2 W]. Grid: routes, blocks of W."""
+    ready()
     route = tl.program_id(0).to(tl.int64)
     e = tl.load(IDS + route) - first
     if (e < 0) | (e >= HERE):
@@ -232,6 +237,7 @@ def add_up(
 ):  # fmt: skip
     """OUT[t] = sum over the choices of t that are here, best first, of weight times Y[route]; then PLUS[t - at], which
     has `rows` rows. Grid: tokens, blocks."""
+    ready()
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK], tl.float32)

@@ -5,10 +5,13 @@
 import triton
 import triton.language as tl
 
+from runtime_min.kernels.compat import ready
+
 
 @triton.jit(do_not_specialize=["scale"])
 def choose(LOGITS, BIAS, IDS, WEIGHTS, scale, E: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr):
     """Grid: tokens. The best of what is left, TOP_K times; of equals the lowest id."""
+    ready()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
     scores = 1 / (1 + tl.exp(-tl.load(LOGITS + t * E + e, mask=e < E, other=0.0)))

@@ -5,12 +5,13 @@
 import triton
 import triton.language as tl
 
-from runtime_min.kernels.compat import rounded
+from runtime_min.kernels.compat import ready, rounded
 
 
 @triton.jit(do_not_specialize=["eps", "x_row"])
 def rows(X, RESIDUAL, WEIGHT, TOTAL, Y, eps, x_row, H: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr):
     """Y[t] = norm(s) * WEIGHT with s = X[t], or X[t] + RESIDUAL[t] rounded, which then goes to TOTAL[t]."""
+    ready()
     t = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, BLOCK)
     seen = at < H

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from runtime_min.kernels.compat import rounded
+from runtime_min.kernels.compat import ready, rounded
 
 
 @triton.jit(do_not_specialize=["eps", "q_row", "q_head", "k_row", "latent_row"])
@@ -14,6 +14,7 @@ def rows(
     H: tl.constexpr, BH: tl.constexpr, R: tl.constexpr, BR: tl.constexpr, L: tl.constexpr, BL: tl.constexpr,
 ):  # fmt: skip
     """R counts pairs. OUT [T, H, 2 R]; CACHE [rows, L + 2 R] at SLOTS[t], nothing where that is negative."""
+    ready()
     t = tl.program_id(0).to(tl.int64)
     position, slot = tl.load(POSITIONS + t), tl.load(SLOTS + t)
     i = tl.arange(0, BR)

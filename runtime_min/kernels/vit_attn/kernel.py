@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from runtime_min.kernels.compat import rounded
+from runtime_min.kernels.compat import ready, rounded
 
 
 @triton.jit(do_not_specialize=["count"])
@@ -14,6 +14,7 @@ def rope(QKV, COS, SIN, count, H: tl.constexpr, R: tl.constexpr, BR: tl.constexp
 
     Grid: blocks of ROWS heads of queries and keys, which lie side by side in a patch.
     """
+    ready()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     i = tl.arange(0, BR)
     seen = (row < count)[:, None] & (i < R)[None, :]
