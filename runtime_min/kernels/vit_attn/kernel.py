@@ -76,77 +76,90 @@ def pack(
 
 
 @triton.jit
-def block(X, first, end, N: tl.constexpr, W: tl.constexpr, EDGE: tl.constexpr, ACROSS: tl.constexpr):
-    """Rows first..first + N of X [., W], ACROSS: as columns. At the EDGE zero from `end` on."""
+def table(X, rows, N: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
+    """What `block` reads of X [rows, W]: a descriptor of N rows at a time, or the pointer."""
+    if TMA:
+        return tl.make_tensor_descriptor(X, [rows, W], [W, 1], [N, W])
+    else:
+        return X
+
+
+@triton.jit
+def block(X, first, end, N: tl.constexpr, W: tl.constexpr, EDGE: tl.constexpr, ACROSS: tl.constexpr, TMA: tl.constexpr):
+    """Rows first..first + N of X [., W], ACROSS: as columns. At the EDGE, and by TMA, zero from `end` on."""
     i, c = first + tl.arange(0, N), tl.arange(0, W)
-    if ACROSS:
+    if TMA:
+        x = X.load([first, 0])
+        if ACROSS:
+            x = x.T
+    elif ACROSS:
         x = X + i[None, :] * W + c[:, None]
-        seen = (i < end)[None, :]
+        x = tl.load(x, mask=(i < end)[None, :], other=0.0) if EDGE else tl.load(x)
     else:
         x = X + i[:, None] * W + c[None, :]
-        seen = (i < end)[:, None]
-    if EDGE:
-        return tl.load(x, mask=seen, other=0.0)
-    return tl.load(x)
+        x = tl.load(x, mask=(i < end)[:, None], other=0.0) if EDGE else tl.load(x)
+    return x
 
 
 @triton.jit
-def scored(q_low, q_rest, K_LOW, K_REST, first, end, EDGE: tl.constexpr, N: tl.constexpr):
-    """Scores of the keys first..first + N."""
-    k = block(K_LOW, first, end, N, q_low.shape[1], EDGE, True)
-    scores = dot(q_low, k, tl.zeros([q_low.shape[0], N], tl.float32))
-    k = block(K_REST, first, end, N, q_rest.shape[1], EDGE, True)
-    return dot(q_rest, k, scores)
+def scored(q, K, first, end, scores, EDGE: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr):
+    """Scores of the keys first..first + N, as far as these columns of them go."""
+    return dot(q, block(K, first, end, N, q.shape[1], EDGE, True, TMA), scores)
 
 
 @triton.jit
-def added(weights, V_LOW, V_REST, first, end, low, rest, EDGE: tl.constexpr, N: tl.constexpr):
+def added(weights, V_LOW, V_REST, first, end, low, rest, EDGE: tl.constexpr, N: tl.constexpr, TMA: tl.constexpr):
     """The sums with the values first..first + N."""
-    low = dot(weights, block(V_LOW, first, end, N, low.shape[1], EDGE, False), low)
-    return low, dot(weights, block(V_REST, first, end, N, rest.shape[1], EDGE, False), rest)
+    low = dot(weights, block(V_LOW, first, end, N, low.shape[1], EDGE, False, TMA), low)
+    return low, dot(weights, block(V_REST, first, end, N, rest.shape[1], EDGE, False, TMA), rest)
 
 
 @triton.jit
 def quick(
-    q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: tl.constexpr, AHEAD: tl.constexpr,
-    STAGES: tl.constexpr,
+    q_low, q_rest, begun, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: tl.constexpr, AHEAD: tl.constexpr,
+    STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Sums of values with weights measured from where the queries say. AHEAD: the weights of a block wait until the
-    next block's scores are under way, so that the two kinds of work overlap."""
+    """Sums of values with weights measured from where the queries say. begun: scores of the first N keys by q_low.
+
+    AHEAD: a block's scores are begun before the weights of the block before it, so that the two kinds of work overlap.
+    What is begun beyond the last key is not used; it is memory of ours, as values follow keys.
+    """
     dtype: tl.constexpr = q_low.dtype
     full = length // N * N
-    if AHEAD:
-        weights = tl.zeros([q_low.shape[0], N], dtype)
-        for first in tl.range(0, full, N, num_stages=STAGES):
-            scores = scored(q_low, q_rest, K_LOW, K_REST, first, length, False, N)
-            low, rest = added(weights, V_LOW, V_REST, tl.maximum(first - N, 0), length, low, rest, False, N)
-            weights = rounded(tl.exp2(scores), dtype)
-        low, rest = added(weights, V_LOW, V_REST, tl.maximum(full - N, 0), full, low, rest, True, N)
-    else:
-        for first in tl.range(0, full, N, num_stages=STAGES):
-            scores = scored(q_low, q_rest, K_LOW, K_REST, first, length, False, N)
-            weights = rounded(tl.exp2(scores), dtype)
-            low, rest = added(weights, V_LOW, V_REST, first, length, low, rest, False, N)
+    nothing = tl.zeros([q_low.shape[0], N], tl.float32)
+    for first in tl.range(0, full, N, num_stages=STAGES):
+        if AHEAD:
+            scores = scored(q_rest, K_REST, first, length, begun, False, N, TMA)
+            begun = scored(q_low, K_LOW, first + N, length, nothing, False, N, TMA)
+        else:
+            scores = scored(q_low, K_LOW, first, length, nothing, False, N, TMA)
+            scores = scored(q_rest, K_REST, first, length, scores, False, N, TMA)
+        weights = rounded(tl.exp2(scores), dtype)
+        low, rest = added(weights, V_LOW, V_REST, first, length, low, rest, False, N, TMA)
     if full < length:
-        scores = scored(q_low, q_rest, K_LOW, K_REST, full, length, True, N)
+        scores = begun if AHEAD else scored(q_low, K_LOW, full, length, nothing, True, N, TMA)
+        scores = scored(q_rest, K_REST, full, length, scores, True, N, TMA)
         weights = tl.where((full + tl.arange(0, N) < length)[None, :], tl.exp2(scores), 0.0)
-        low, rest = added(rounded(weights, dtype), V_LOW, V_REST, full, length, low, rest, True, N)
+        low, rest = added(rounded(weights, dtype), V_LOW, V_REST, full, length, low, rest, True, N, TMA)
     return low, rest
 
 
 @triton.jit
-def careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: tl.constexpr):
+def careful(
+    q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: tl.constexpr, TMA: tl.constexpr
+):  # fmt: skip
     """The same sums from nothing, measured from the largest score so far."""
     best = tl.full([q_low.shape[0]], -1e30, tl.float32)
     low, rest = tl.zeros_like(low), tl.zeros_like(rest)
     for first in tl.range(0, length, N, num_stages=1):
-        scores = scored(q_low, q_rest, K_LOW, K_REST, first, length, True, N)
+        scores = scored(q_low, K_LOW, first, length, tl.zeros([q_low.shape[0], N], tl.float32), True, N, TMA)
+        scores = scored(q_rest, K_REST, first, length, scores, True, N, TMA)
         seen = (first + tl.arange(0, N) < length)[None, :]
         scores = tl.where(seen, scores, -1e30)
         new = tl.maximum(best, tl.max(scores, 1))
         weights = rounded(tl.where(seen, tl.exp2(scores - new[:, None]), 0.0), q_low.dtype)
         fade = tl.exp2(best - new)[:, None]
-        low, rest = added(weights, V_LOW, V_REST, first, length, low * fade, rest * fade, True, N)
+        low, rest = added(weights, V_LOW, V_REST, first, length, low * fade, rest * fade, True, N, TMA)
         best = new
     return low, rest
 
@@ -154,7 +167,7 @@ def careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: t
 @triton.jit(do_not_specialize=["patches"])
 def attend(
     LOW, REST, TILES, OUT, patches, H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, AHEAD: tl.constexpr, STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
     """Grid: tiles of BM queries, heads. LOW and REST as `pack` leaves them, scores in units of log 2.
 
@@ -165,20 +178,24 @@ def attend(
     one: tl.constexpr = max(D - L, 0)
     dtype: tl.constexpr = LOW.dtype.element_ty
     q, k, v = head * patches + start, (H + head) * patches + start, (2 * H + head) * patches + start
-    K_LOW, K_REST, V_LOW, V_REST = LOW + k * L, REST + k * R, LOW + v * L, REST + v * R
-    q_low = block(LOW + q * L, first, length, BM, L, True, False)
-    q_rest = block(REST + q * R, first, length, BM, R, True, False)
-    scores = scored(q_low, q_rest, K_LOW, K_REST, 0, length, True, BN)
+    q_low = block(LOW + q * L, first, length, BM, L, True, False, False)
+    q_rest = block(REST + q * R, first, length, BM, R, True, False, False)
+    K_LOW, V_LOW = table(LOW + k * L, length, BN, L, TMA), table(LOW + v * L, length, BN, L, TMA)
+    K_REST, V_REST = table(REST + k * R, length, BN, R, TMA), table(REST + v * R, length, BN, R, TMA)
+    begun = scored(q_low, K_LOW, 0, length, tl.zeros([BM, BN], tl.float32), True, BN, TMA)
+    scores = scored(q_rest, K_REST, 0, length, begun, True, BN, TMA)
     best = tl.max(tl.where((tl.arange(0, BN) < length)[None, :], scores, -1e30), 1)
     measure = (tl.arange(0, R) == one)[None, :]
     low, rest = tl.zeros([BM, L], tl.float32), tl.zeros([BM, R], tl.float32)
     q_near = tl.where(measure, rounded(-best, dtype)[:, None], q_rest)
-    low, rest = quick(q_low, q_near, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN, AHEAD, STAGES)
+    low, rest = quick(
+        q_low, q_near, begun, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN, AHEAD, STAGES, TMA
+    )  # fmt: skip
     total = tl.sum(tl.where(measure, rest, 0.0), 1)
     # Not a number is not good either.
     good = (total > 2.0**-60) & (total < 2.0**100)
     if tl.min(good.to(tl.int32), 0) == 0:
-        low, rest = careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN)
+        low, rest = careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN, TMA)
         total = tl.sum(tl.where(measure, rest, 0.0), 1)
     i, c, r = first + tl.arange(0, BM), tl.arange(0, L), L + tl.arange(0, R)
     out = OUT + ((start + i).to(tl.int64) * H + head)[:, None] * D

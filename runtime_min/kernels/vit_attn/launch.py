@@ -33,6 +33,7 @@ class Config:
     warps: int = 8
     stages: int = 3
     ahead: bool = True
+    tma: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class Problem:
 
     def candidates(self) -> list[Config]:
         tiles = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 3)]
-        ours = [Config(False, *tile, ahead) for tile in tiles for ahead in (False, True)]
+        ours = [Config(False, *tile, ahead, tma) for tile in tiles for ahead in (False, True) for tma in (False, True)]
         return [Config(torch=True), *(ours if self.item == 2 else [])]
 
 
@@ -89,7 +90,7 @@ def own(
     )
     table = tiles(lengths, config.bm, qkv.device)
     out = qkv.new_empty(patches, heads, head)
-    constants = sizes | {"BM": config.bm, "BN": config.bn, "AHEAD": config.ahead, "STAGES": config.stages}
+    constants = sizes | {"BM": config.bm, "BN": config.bn, "AHEAD": config.ahead, "STAGES": config.stages, "TMA": config.tma}
     args, grid = (lows, rests, table, out, patches), (len(table), heads, 1)
     kernels.run(Launch(kernel="vit_attn.attend", grid=grid, args=args, constants=constants, warps=config.warps))
     return out
