@@ -121,8 +121,8 @@ def quick(
 ):  # fmt: skip
     """Sums of values with weights measured from where the queries say. begun: scores of the first N keys by q_low.
 
-    AHEAD: a block's scores are begun before the weights of the block before it, so that the two kinds of work overlap.
-    What is begun beyond the last key is not used; it is memory of ours, as values follow keys.
+    AHEAD: a block's scores are begun in the turn before, and nothing waits for them there. What is begun beyond the
+    last key is not used; it is memory of ours, as values follow keys.
     """
     dtype: tl.constexpr = q_low.dtype
     full = length // N * N
@@ -130,12 +130,13 @@ def quick(
     for first in tl.range(0, full, N, num_stages=STAGES):
         if AHEAD:
             scores = scored(q_rest, K_REST, first, length, begun, False, N, TMA)
-            begun = scored(q_low, K_LOW, first + N, length, nothing, False, N, TMA)
         else:
             scores = scored(q_low, K_LOW, first, length, nothing, False, N, TMA)
             scores = scored(q_rest, K_REST, first, length, scores, False, N, TMA)
         weights = rounded(tl.exp2(scores), dtype)
         low, rest = added(weights, V_LOW, V_REST, first, length, low, rest, False, N, TMA)
+        if AHEAD:
+            begun = scored(q_low, K_LOW, first + N, length, nothing, False, N, TMA)
     if full < length:
         scores = begun if AHEAD else scored(q_low, K_LOW, full, length, nothing, True, N, TMA)
         scores = scored(q_rest, K_REST, full, length, scores, True, N, TMA)

@@ -50,7 +50,7 @@ class Problem:
         return Config(torch=self.item != 2 or shared < WIDEST)
 
     def candidates(self) -> list[Config]:
-        tiles = [(128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 3)]
+        tiles = [(256, 64, 16, 2), (256, 64, 16, 3), (256, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 3)]
         ours = [Config(False, *tile, ahead, tma) for tile in tiles for ahead in (False, True) for tma in (False, True)]
         return [Config(torch=True), *(ours if self.item == 2 else [])]
 
