@@ -54,8 +54,8 @@ def pack(
     QKV, COS, SIN, LOW, REST, patches, scale, H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """QKV [P, 3, H, D] rotated, queries times scale, as LOW [3, H, P, L] of the first L columns and REST [3, H, P, R] of
-    the others, then ones for keys and values, zeros for queries, and zeros.
+    """QKV [P, 3, H, D] rotated, queries times scale, as LOW [3, H, P, L] of the first L columns and REST [3, H, P, R]
+    of the others, then ones for keys and values, zeros for queries, and zeros.
 
     Grid: blocks of ROWS rows of QKV.
     """

@@ -19,21 +19,23 @@ from runtime_min.kernels.launch import LOG2E, WIDEST, Kernels, Launch, power
 from runtime_min.runs import runs
 
 ROPE_ROWS = 32
-# Items are told apart by the length of the longest, in powers of two between these.
-SHORTEST, LONGEST = 256, 32768
+# Problems are told apart by the length of the longest item, rounded up to one of these.
+LENGTHS = tuple(1 << i for i in range(8, 16))
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`torch` leaves attention to the library. Tiles of `bm` queries by `bn` keys; `ahead` as in kernel.py."""
+    """`torch` leaves attention to the library. Tiles of `bm` queries by `bn` keys; `ahead` and `tma` as in kernel.py.
+    registers: the most of a thread, so that two tiles share a multiprocessor; 0 leaves it to the compiler."""
 
     torch: bool = False
     bm: int = 128
     bn: int = 64
     warps: int = 8
     stages: int = 3
-    ahead: bool = True
+    ahead: bool = False
     tma: bool = True
+    registers: int = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +52,20 @@ class Problem:
         return Config(torch=self.item != 2 or shared < WIDEST)
 
     def candidates(self) -> list[Config]:
-        tiles = [(256, 64, 16, 2), (256, 64, 16, 3), (256, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2), (256, 64, 8, 3)]
-        ours = [Config(False, *tile, ahead, tma) for tile in tiles for ahead in (False, True) for tma in (False, True)]
-        return [Config(torch=True), *(ours if self.item == 2 else [])]
+        if self.item != 2:
+            return [Config(torch=True)]
+        ours = [
+            (128, 64, 8, 3, False, True, 128), (128, 64, 8, 2, False, True, 128), (128, 64, 8, 3, True, True, 0),
+            (256, 64, 16, 3, False, True, 128), (256, 64, 16, 2, False, True, 128), (256, 64, 8, 3, False, True, 0),
+            (128, 128, 8, 2, False, True, 0), (128, 128, 8, 2, True, True, 0), (64, 128, 4, 2, True, True, 0),
+            (64, 64, 4, 2, False, True, 0), (64, 64, 4, 2, True, True, 0), (128, 64, 8, 3, False, False, 0),
+        ]  # fmt: skip
+        return [Config(torch=True), *(Config(False, *c) for c in ours)]
 
 
 def problem(qkv: Tensor, lengths: Sequence[int]) -> Problem:
     _, _, heads, head = qkv.shape
-    return Problem(heads, head, min(max(power(max(lengths)), SHORTEST), LONGEST), qkv.element_size())
+    return Problem(heads, head, min(max(power(max(lengths)), LENGTHS[0]), LENGTHS[-1]), qkv.element_size())
 
 
 def vit_attn(kernels: Kernels, qkv: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -84,15 +92,33 @@ def own(
     rows = 3 * heads * patches
     kernels.run(
         Launch(
-            kernel="vit_attn.pack", grid=(-(-rows // ROPE_ROWS), 1, 1), warps=4, constants=sizes | {"ROWS": ROPE_ROWS},
+            kernel="vit_attn.pack",
+            grid=(-(-rows // ROPE_ROWS), 1, 1),
+            warps=4,
+            constants=sizes | {"ROWS": ROPE_ROWS},
             args=(qkv, cos, sin, lows, rests, patches, head**-0.5 * LOG2E),
-        )  # fmt: skip
+        )
     )
     table = tiles(lengths, config.bm, qkv.device)
     out = qkv.new_empty(patches, heads, head)
-    constants = sizes | {"BM": config.bm, "BN": config.bn, "AHEAD": config.ahead, "STAGES": config.stages, "TMA": config.tma}
+    constants = sizes | {
+        "BM": config.bm,
+        "BN": config.bn,
+        "AHEAD": config.ahead,
+        "STAGES": config.stages,
+        "TMA": config.tma,
+    }
     args, grid = (lows, rests, table, out, patches), (len(table), heads, 1)
-    kernels.run(Launch(kernel="vit_attn.attend", grid=grid, args=args, constants=constants, warps=config.warps))
+    kernels.run(
+        Launch(
+            kernel="vit_attn.attend",
+            grid=grid,
+            args=args,
+            constants=constants,
+            warps=config.warps,
+            registers=config.registers,
+        )
+    )
     return out
 
 
