@@ -89,36 +89,21 @@ def own(
     rest = max(16, power(max(0, head - low) + 1))
     lows, rests = (qkv.new_empty(3, heads, patches, width) for width in (low, rest))
     sizes = {"H": heads, "D": head, "L": low, "R": rest}
-    rows = 3 * heads * patches
-    kernels.run(
-        Launch(
-            kernel="vit_attn.pack",
-            grid=(-(-rows // ROPE_ROWS), 1, 1),
-            warps=4,
-            constants=sizes | {"ROWS": ROPE_ROWS},
-            args=(qkv, cos, sin, lows, rests, patches, head**-0.5 * LOG2E),
-        )
-    )
+    args = (qkv, cos, sin, lows, rests, patches, head**-0.5 * LOG2E)
+    grid = (-(-3 * heads * patches // ROPE_ROWS), 1, 1)
+    constants = sizes | {"ROWS": ROPE_ROWS}
+    kernels.run(Launch(kernel="vit_attn.pack", grid=grid, args=args, constants=constants, warps=4))
     table = tiles(lengths, config.bm, qkv.device)
     out = qkv.new_empty(patches, heads, head)
     constants = sizes | {
-        "BM": config.bm,
-        "BN": config.bn,
-        "AHEAD": config.ahead,
-        "STAGES": config.stages,
-        "TMA": config.tma,
-    }
-    args, grid = (lows, rests, table, out, patches), (len(table), heads, 1)
+        "BM": config.bm, "BN": config.bn, "AHEAD": config.ahead, "STAGES": config.stages, "TMA": config.tma,
+    }  # fmt: skip
     kernels.run(
         Launch(
-            kernel="vit_attn.attend",
-            grid=grid,
-            args=args,
-            constants=constants,
-            warps=config.warps,
-            registers=config.registers,
+            kernel="vit_attn.attend", grid=(len(table), heads, 1), args=(lows, rests, table, out, patches),
+            constants=constants, warps=config.warps, registers=config.registers,
         )
-    )
+    )  # fmt: skip
     return out
 
 
