@@ -11,7 +11,7 @@ from runtime_min.kernels.compile import Alone, work
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.moe_route.ref import Routing
 from runtime_min.kernels.record import Recorder, Step
-from runtime_min.kernels.vit_attn.launch import LENGTHS, problem
+from runtime_min.kernels.vit_attn import launch as vit_attn
 from runtime_min.kv import batch, room
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_dims, random
@@ -76,11 +76,11 @@ def vision_cases(dims: VisionDims, device: torch.device) -> list[Case]:
     """Attention of one picture of every length that a config is chosen by."""
     found = []
     heads, head = dims.vit_heads, dims.vit_hidden // dims.vit_heads
-    for length in LENGTHS:
+    for length in vit_attn.LENGTHS:
         qkv = torch.randn(length, 3, heads, head, device=device).bfloat16()
         angle = torch.rand(length, head // 2, device=device) * 6
         args = (qkv, angle.cos(), angle.sin(), (length,))
-        found.append(Case(op="vit_attn", problem=problem(qkv, (length,)), args=args))
+        found.append(Case(op="vit_attn", problem=vit_attn.problem(qkv, (length,)), args=args))
     return found
 
 

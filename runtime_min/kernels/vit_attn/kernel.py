@@ -4,7 +4,8 @@ Weights of a softmax are right whatever a row's scores are measured from, as lon
 is not lost: with FP32's exponents, from 60 below to 100 above in powers of two. So scores are measured from the row's
 largest over the first block of keys, and the matrix unit takes it off: it is one more column of the queries, against
 ones in the keys. Ones in the values add the weights up. What is left to do for a score is to raise 2 to it. The sums
-tell whether the measure was good; rows for which it was not are done again, with the largest score kept on the way.
+tell whether the measure was good: a later score may be far above it, and bf16 is coarse where it is large. Tiles for
+which it was not are done again, with the largest score kept on the way.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
