@@ -17,15 +17,19 @@ from runtime_min.kernels.cubin import arch_here
 from runtime_min.kernels.index import KernelError
 from specs import manifest
 from specs.config import read_config
-from specs.dims import TextDims
+from specs.dims import TextDims, VisionDims
 from specs.mesh import Mesh
 
-OPS = ("linear", "mla_decode", "mla_prefill", "moe_int4", "moe_route", "rmsnorm", "rope_cache", "silu_mul")
+TIMED = ("linear", "mla_decode", "mla_prefill", "moe_int4", "moe_route", "rmsnorm", "rope_cache", "silu_mul")
+OPS = (*TIMED, "vit_attn")
+
+
+def op_option(ops: tuple[str, ...]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    return click.option("--op", "ops", type=click.Choice(ops), multiple=True, help="Only this op; repeatable.")
 
 
 def model_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
-        click.option("--op", "ops", type=click.Choice(OPS), multiple=True, help="Only this op; repeatable."),
         click.option("--ep", default=1, help="Expert-parallel groups, with a config.json."),
         click.option("--tp", default=1, help="Tensor-parallel ranks, with a config.json."),
         click.option("--world", default=None, type=int, help="Ranks, with a config.json.  [default: TP]"),
@@ -35,12 +39,18 @@ def model_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def sizes(model: Path, world: int | None, tp: int, ep: int) -> tuple[TextDims, Mesh, str]:
-    """Sizes, mesh and, of an artifact, the digest of its weights. MODEL: an artifact, or a config.json."""
+Sizes = tuple[TextDims, VisionDims | None, Mesh, str]
+
+
+def sizes(model: Path, world: int | None, tp: int, ep: int) -> Sizes:
+    """Sizes of text and vision, mesh and, of an artifact, the digest of its weights. MODEL: an artifact, or a
+    config.json."""
     if model.is_dir():
         artifact = Artifact.open(model, 0, verify=False)
-        return artifact.config.text, artifact.mesh, str(artifact.manifest["digest"])
-    return read_config(manifest.read_json(model)).text, Mesh(world=world or tp, tp=tp, ep=ep), ""
+        vision = artifact.config.vision if artifact.has_vision else None
+        return artifact.config.text, vision, artifact.mesh, str(artifact.manifest["digest"])
+    config = read_config(manifest.read_json(model))
+    return config.text, config.vision, Mesh(world=world or tp, tp=tp, ep=ep), ""
 
 
 def need_gpu() -> None:
@@ -62,6 +72,7 @@ def bar(what: str) -> tuple[Any, Callable[[int, int, str], None]]:
 
 @click.command()
 @model_options
+@op_option(OPS)
 @click.option("--budget", type=float, default=0.0, help="Stop after MINUTES; the next run goes on.  [default: never]")
 @click.option(
     "--out", type=click.Path(path_type=Path), default=None, help="Table.  [default: MODEL/tuning/DEVICE.json]"
@@ -81,14 +92,15 @@ def tune(
     from runtime_min.kernels.tune import tune as run
 
     need_gpu()
-    dims, mesh, weights = sizes(model, world, tp, ep)
+    dims, vision, mesh, weights = sizes(model, world, tp, ep)
     if out is None and not model.is_dir():
         raise click.UsageError("--out is needed with a config.json")
     path = out or model / "tuning" / f"{tuning.slug(torch.cuda.get_device_name())}.json"
     weights = weights if out is None else ""
     shown, progress = bar("tune")
     with shown:
-        done, left = run(Tuning(dims=dims, mesh=mesh, out=path, ops=ops, minutes=budget, weights=weights), progress)
+        wish = Tuning(dims=dims, vision=vision, mesh=mesh, out=path, ops=ops, minutes=budget, weights=weights)
+        done, left = run(wish, progress)
     facts = {"table": str(path), "timings": str(journal(path)), "cases": done, "left": left}
     rest = f"{left} left; run the same command again" if left else "all done"
     then = f"\nnext: kiln-run compile {model} --arch {arch_here()}" if model.is_dir() and not left else ""
@@ -102,6 +114,7 @@ def bench() -> None:
 
 @bench.command()
 @model_options
+@op_option(TIMED)
 @click.option("--peer", "peers", default="torch", help="Others to time in the same run: torch, humming.")
 @click.option("--bandwidth", default=4650.0, help="GB/s that the card reads at best.")
 @click.option("--rate", default=795.0, help="TFLOP/s that the card multiplies in bf16 at best.")
@@ -120,7 +133,7 @@ def kernels(
     from runtime_min.bench.report import write
 
     need_gpu()
-    dims, mesh, _ = sizes(model, world, tp, ep)
+    dims, _, mesh, _ = sizes(model, world, tp, ep)
     named = tuple(p for p in peers.split(",") if p)
     wish = bench.Wish(dims=dims, mesh=mesh, ops=ops, peers=named, gb_s=bandwidth, tflops=rate)
     shown, progress = bar("bench")

@@ -11,11 +11,12 @@ from runtime_min.kernels.compile import Alone, work
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.moe_route.ref import Routing
 from runtime_min.kernels.record import Recorder, Step
+from runtime_min.kernels.vit_attn import launch as vit_attn
 from runtime_min.kv import batch, room
 from runtime_min.models.decoder import Decoder, Settings
 from runtime_min.models.shapes import of_dims, random
 from runtime_min.ops import REF, Ops, each, triton_ops
-from specs.dims import TextDims
+from specs.dims import TextDims, VisionDims
 from specs.mesh import Mesh
 
 # Bytes between two uses of the same input, so that it comes from memory and not from the GPU's cache.
@@ -69,6 +70,18 @@ def cases(dims: TextDims, mesh: Mesh, which: Sequence[Step], device: torch.devic
     for step in which:
         _take(model, step)
     return list(found.values())
+
+
+def vision_cases(dims: VisionDims, device: torch.device) -> list[Case]:
+    """Attention of one picture of every length that a config is chosen by."""
+    found = []
+    heads, head = dims.vit_heads, dims.vit_hidden // dims.vit_heads
+    for length in vit_attn.LENGTHS:
+        qkv = torch.randn(length, 3, heads, head, device=device).bfloat16()
+        angle = torch.rand(length, head // 2, device=device) * 6
+        args = (qkv, angle.cos(), angle.sin(), (length,))
+        found.append(Case(op="vit_attn", problem=vit_attn.problem(qkv, (length,)), args=args))
+    return found
 
 
 def _take(model: Decoder, step: Step) -> None:

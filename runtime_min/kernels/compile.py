@@ -20,6 +20,7 @@ from runtime_min.kernels.index import Compiled, KernelError
 from runtime_min.kernels.jit import function
 from runtime_min.kernels.launch import Problem
 from runtime_min.kernels.record import Recorder, Step, Variant, steps, trees
+from runtime_min.kernels.vit_attn.launch import LENGTHS
 from runtime_min.kv import LatentCache, batch, room
 from runtime_min.models.decoder import Around, Attention, Decoder, Settings
 from runtime_min.models.shapes import of_artifact, of_entries
@@ -123,11 +124,12 @@ def guess(draft: Draft, which: Iterable[Step]) -> None:
 
 
 def see(dims: VisionDims, ops: Ops, dtype: torch.dtype) -> None:
-    """The kernels of the vision tower, which do not depend on the pictures' sizes."""
+    """The kernels of the vision tower, by the length of the longest picture alone."""
     head = dims.vit_hidden // dims.vit_heads
-    qkv = torch.empty(4, 3, dims.vit_heads, head, dtype=dtype, device="meta")
-    angles = torch.empty(4, head // 2, device="meta")
-    ops.vit_attn(qkv, angles, angles, (4,))
+    for length in LENGTHS:
+        qkv = torch.empty(length, 3, dims.vit_heads, head, dtype=dtype, device="meta")
+        angles = torch.empty(length, head // 2, device="meta")
+        ops.vit_attn(qkv, angles, angles, (length,))
 
 
 def take(model: Decoder, step: Step) -> None:
@@ -233,7 +235,10 @@ def translated(variant: Variant, arch: str) -> Any:
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if signature[name].startswith("*")
     }
     source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
-    options = {"num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True}
+    options = {
+        "num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True,
+        "maxnreg": variant.registers or None,
+    }  # fmt: skip
     return triton.compile(source, target=GPUTarget("cuda", archs()[arch]["target"], 32), options=options)
 
 

@@ -70,8 +70,8 @@ def _row(k: Compiled) -> dict[str, Any]:
     v = k.variant
     return {
         "kernel": v.kernel, "file": k.file, "symbol": k.symbol, "types": list(v.types), "constants": dict(v.constants),
-        "warps": v.warps, "stages": v.stages, "shared_bytes": k.shared_bytes, "scratch": list(k.scratch),
-        "sha256": k.sha256,
+        "warps": v.warps, "stages": v.stages, "registers": v.registers, "shared_bytes": k.shared_bytes, 
+        "scratch": list(k.scratch), "sha256": k.sha256,
     }  # fmt: skip
 
 
@@ -106,7 +106,10 @@ def same_source(op: str, digest: str) -> bool:
 def _compiled(row: Mapping[str, Any]) -> Compiled:
     constants = tuple(sorted(row["constants"].items()))
     return Compiled(
-        variant=Variant(row["kernel"], tuple(row["types"]), constants, row["warps"], row["stages"]),
+        # Indexes that were written before there was a choice have no such field.
+        variant=Variant(
+            row["kernel"], tuple(row["types"]), constants, row["warps"], row["stages"], row.get("registers", 0)
+        ),
         file=row["file"], symbol=row["symbol"], shared_bytes=row["shared_bytes"],
         scratch=(row["scratch"][0], row["scratch"][1]), sha256=row["sha256"],
     )  # fmt: skip

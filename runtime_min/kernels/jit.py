@@ -39,6 +39,8 @@ class Jit:
 
     def run(self, launch: Launch) -> None:
         self.seen.add(variant(launch))
+        import_module("runtime_min.kernels.scratch_device").allow()
         function(launch.kernel)[launch.grid](
-            *launch.args, **launch.constants, num_warps=launch.warps, num_stages=launch.stages, **self.options
-        )
+            *launch.args, **launch.constants, num_warps=launch.warps, num_stages=launch.stages,
+            maxnreg=launch.registers or None, **self.options,
+        )  # fmt: skip

@@ -19,7 +19,8 @@ Constant = int | float | bool | str
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
     """One launch of one kernel. `kernel`: "op.function". `args`: tensors, integers and floats in the order of the
-    kernel's run-time parameters. `constants`: its constexpr parameters by name."""
+    kernel's run-time parameters. `constants`: its constexpr parameters by name. `registers`: the most of a thread, 0
+    leaves it to the compiler."""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -27,6 +28,7 @@ class Launch:
     constants: Mapping[str, Constant]
     warps: int = 4
     stages: int = 2
+    registers: int = 0
 
 
 class Problem(Protocol):

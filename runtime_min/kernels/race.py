@@ -110,7 +110,10 @@ class Race(AbstractContextManager["Race"]):
 
 
 def checkable(case: Case) -> tuple[Any, ...]:
-    """The case's arguments, with tokens routed to few experts: the definition unpacks each of them on the host."""
+    """The case's arguments, with tokens routed to few experts: the definition unpacks each of them on the host. What
+    the op overwrites is a copy."""
+    if case.op == "vit_attn":
+        return (case.args[0].clone(), *case.args[1:])
     return few_experts(case.args) if case.op == "moe_int4" else case.args
 
 

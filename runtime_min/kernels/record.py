@@ -16,13 +16,14 @@ POINTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One compiled form of a kernel: the types of its run-time arguments, its constants, warps and stages."""
+    """One compiled form of a kernel: the types of its run-time arguments, its constants, warps, stages, registers."""
 
     kernel: str
     types: tuple[str, ...]
     constants: tuple[tuple[str, Constant], ...]
     warps: int
     stages: int
+    registers: int = 0
 
 
 def type_of(value: Any) -> str:
@@ -39,7 +40,8 @@ def type_of(value: Any) -> str:
 def variant(launch: Launch) -> Variant:
     """The compiled form that a launch needs."""
     types = tuple(map(type_of, launch.args))
-    return Variant(launch.kernel, types, tuple(sorted(launch.constants.items())), launch.warps, launch.stages)
+    constants = tuple(sorted(launch.constants.items()))
+    return Variant(launch.kernel, types, constants, launch.warps, launch.stages, launch.registers)
 
 
 @dataclass

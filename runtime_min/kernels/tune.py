@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from runtime_min.kernels import index, tuning
-from runtime_min.kernels.cases import Case, cases, rotated, steps
+from runtime_min.kernels.cases import Case, cases, rotated, steps, vision_cases
 from runtime_min.kernels.choose import chooser
 from runtime_min.kernels.cubin import arch_here
 from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.race import BOUND, Race, Time, wanted
 from runtime_min.kernels.tuning import Entry, Setting
-from specs.dims import TextDims
+from specs.dims import TextDims, VisionDims
 from specs.mesh import Mesh
 
 # A config replaces the default only if it wins this many races against it, one after the other.
@@ -34,6 +34,7 @@ class Tuning:
     """What is tuned, and where it goes. minutes: when to stop, 0 is never. weights: digest of its artifact."""
 
     dims: TextDims
+    vision: VisionDims | None
     mesh: Mesh
     out: Path
     ops: tuple[str, ...] = ()
@@ -54,7 +55,9 @@ def tune(wish: Tuning, progress: Callable[[int, int, str], None]) -> tuple[int, 
     """(cases in the table, cases left undone for lack of time). Writes the table after every case."""
     begin = time.monotonic()
     setting = setting_here()
-    found = cases(wish.dims, wish.mesh, list(steps()), torch.device("cuda"))
+    device = torch.device("cuda")
+    found = cases(wish.dims, wish.mesh, list(steps()), device)
+    found += vision_cases(wish.vision, device) if wish.vision is not None else []
     chosen = [c for c in found if (not wish.ops or c.problem.op in wish.ops) and len(configs(c)) > 1]
     done = recalled(journal(wish.out), setting)
     left = [c for c in chosen if c.problem not in done]

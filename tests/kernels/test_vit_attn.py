@@ -8,7 +8,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from runtime_min.kernels.jit import Jit
 from runtime_min.kernels.rope_cache.ref import rotate
 from runtime_min.kernels.vit_attn import launch, ref
+from runtime_min.kernels.vit_attn.launch import Config, Problem
 
+OWN = {
+    f"{bm}x{bn} {ahead=} {tma=}": Config(False, bm, bn, 4, 2, ahead, tma, 0)
+    for bm, bn in ((16, 16), (32, 16))
+    for ahead, tma in ((False, False), (False, True), (True, False), (True, True))
+}
 # fp32: order of sums. bf16: rotated queries and keys, weights and the result are rounded once each.
 BOUND = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 CASES = [([40], 2, 24), ([16, 1, 33, 4], 3, 72), ([32, 32], 1, 16), ([5, 64], 2, 4), ([20], 1, 64)]
@@ -35,25 +41,54 @@ def test_the_definition_is_softmax_attention_of_each_item(lengths: list[int]) ->
     assert (ref.vit_attn(qkv, cos, sin, lengths) - want).abs().max() < 1e-12
 
 
+class Fixed(Jit):
+    def __init__(self, config: Config) -> None:
+        super().__init__(lambda problem: config)
+
+
 @pytest.mark.parametrize("dtype", list(BOUND))
 @pytest.mark.parametrize("sizes", CASES, ids=str)
-def test_vit_attn(device: str, dtype: torch.dtype, sizes: tuple[list[int], int, int]) -> None:
+def test_by_the_library(device: str, dtype: torch.dtype, sizes: tuple[list[int], int, int]) -> None:
     qkv, cos, sin = case(device, dtype, *sizes)
     want = ref.vit_attn(qkv.clone(), cos, sin, sizes[0])
-    close(launch.vit_attn(Jit(), qkv, cos, sin, sizes[0]), want, dtype)
+    close(launch.vit_attn(Fixed(Config(torch=True)), qkv, cos, sin, sizes[0]), want, dtype)
 
 
-def test_no_item_sees_another(device: str) -> None:
+@pytest.mark.parametrize("dtype", list(BOUND))
+@pytest.mark.parametrize("sizes", CASES, ids=str)
+@pytest.mark.parametrize("config", OWN)
+def test_by_the_kernel(device: str, dtype: torch.dtype, sizes: tuple[list[int], int, int], config: str) -> None:
+    qkv, cos, sin = case(device, dtype, *sizes)
+    want = ref.vit_attn(qkv.clone(), cos, sin, sizes[0])
+    close(launch.vit_attn(Fixed(OWN[config]), qkv, cos, sin, sizes[0]), want, dtype)
+
+
+@pytest.mark.parametrize("config", list(OWN)[:4])
+@pytest.mark.parametrize("scale", [4.0, 8.0, -8.0])
+def test_scores_far_beyond_the_first_block_s(device: str, config: str, scale: float) -> None:
+    """Weights measured from there would be infinite, in some rows of a tile; scores this large are coarser."""
+    qkv, cos, sin = case(device, torch.float32, [40, 24], 2, 24)
+    cos, sin = torch.ones_like(cos), torch.zeros_like(sin)
+    qkv[:20, 0] = qkv[:20, 0].abs() * scale
+    qkv[16:, 1] = qkv[16:, 1].abs() * 8
+    want = ref.vit_attn(qkv.clone(), cos, sin, [40, 24])
+    found = launch.vit_attn(Fixed(OWN[config]), qkv, cos, sin, [40, 24])
+    assert found.isfinite().all() and (found - want).abs().max() <= 1e-3 * want.abs().max()
+
+
+@pytest.mark.parametrize("config", [Config(torch=True), *list(OWN.values())[:4]], ids=str)
+def test_no_item_sees_another(device: str, config: Config) -> None:
     """NaN in one picture stays there, and order does not matter: the same bits."""
     lengths = [20, 33]
     qkv, cos, sin = case(device, torch.float32, lengths, 2, 24)
-    kernels = Jit()
+    kernels = Fixed(config)
     both = launch.vit_attn(kernels, qkv.clone(), cos, sin, lengths)
     swapped = [torch.cat([x[20:], x[:20]]) for x in (qkv, cos, sin)]
     other = launch.vit_attn(kernels, *swapped, [33, 20])
     assert torch.equal(torch.cat([other[33:], other[:33]]), both)
     qkv[:20] = float("nan")
-    assert torch.equal(launch.vit_attn(kernels, qkv, cos, sin, lengths)[20:], both[20:])
+    found = launch.vit_attn(kernels, qkv, cos, sin, lengths)
+    assert torch.equal(found[20:], both[20:]) and found[:20].isnan().all()
 
 
 def test_no_patches(device: str) -> None:
@@ -61,10 +96,28 @@ def test_no_patches(device: str) -> None:
     assert launch.vit_attn(Jit(), qkv, cos, sin, []).shape == (0, 2, 24)
 
 
+def test_tiles_cover_every_query_of_long_items_first() -> None:
+    found = launch.tiles((5, 40, 16), 16, torch.device("cpu")).tolist()
+    assert found == [[5, 40, 0], [5, 40, 16], [5, 40, 32], [45, 16, 0], [0, 5, 0]]
+
+
+def test_a_problem_is_known_by_its_longest_item() -> None:
+    qkv = torch.empty(1300, 3, 16, 72, dtype=torch.bfloat16, device="meta")
+    assert launch.problem(qkv, [4, 1025, 271]) == Problem(heads=16, head=72, longest=2048)
+    assert launch.problem(qkv, [4]).longest == 256 and launch.problem(qkv, [40000]).longest == 32768
+    assert launch.problem(qkv.float(), [4]).candidates() == [Config(torch=True)]
+    assert launch.problem(qkv.float(), [4]).default() == Config(torch=True)
+
+
+def chosen() -> list[Config]:
+    return Problem(heads=16, head=72, longest=4096).candidates()
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", chosen(), ids=str)
 @pytest.mark.parametrize("lengths", [[256], [4096, 4096], [4, 1024, 2691, 300]], ids=str)
-def test_the_model_s_sizes(device: str, lengths: list[int]) -> None:
+def test_the_model_s_sizes(device: str, lengths: list[int], config: Config) -> None:
     """bf16 against FP32 on the same inputs."""
     qkv, cos, sin = case(device, torch.bfloat16, lengths, 16, 72)
     want = ref.vit_attn(qkv.float(), cos, sin, lengths)
-    close(launch.vit_attn(Jit(), qkv, cos, sin, lengths), want, torch.bfloat16)
+    close(launch.vit_attn(Fixed(config), qkv, cos, sin, lengths), want, torch.bfloat16)
