@@ -16,13 +16,15 @@ import torch
 
 from runtime_min.artifact import Artifact
 from runtime_min.kernels import cubin, index, tuning
+from runtime_min.kernels.cases import vision_cases
 from runtime_min.kernels.choose import chooser
-from runtime_min.kernels.compile import recorded
+from runtime_min.kernels.compile import recorded, see
 from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.launch import Launch
-from runtime_min.kernels.record import Variant
+from runtime_min.kernels.record import Recorder, Variant
 from runtime_min.kernels.rmsnorm.launch import rmsnorm
 from runtime_min.models.shapes import of_artifact, of_dims
+from runtime_min.ops import triton_ops
 from specs import manifest
 from specs.config import read_config
 from specs.mesh import Mesh
@@ -105,6 +107,16 @@ def test_the_release_s_kernels_are_few(mesh: Mesh) -> None:
     meta = of_dims(dims, mesh, lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta"), BF16)
     found = recorded(dims, mesh, meta, BF16, chooser("sm90"), config.vision)
     assert 40 < len(found.variants) < 90
+
+
+def test_what_is_tuned_of_the_vision_tower_is_what_it_asks_for() -> None:
+    config = read_config(k26_config())
+    assert config.vision is not None
+    recorder = Recorder(lambda problem: problem.candidates()[-1])
+    see(config.vision, triton_ops(recorder), BF16)
+    timed = vision_cases(config.vision, torch.device("meta"))
+    assert [c.problem for c in timed] == list(recorder.problems)
+    assert {v.kernel for v in recorder.variants} == {"vit_attn.pack", "vit_attn.attend"} and len(recorder.variants) == 2
 
 
 COMPILE = """
