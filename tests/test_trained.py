@@ -31,8 +31,8 @@ CPU = torch.device("cpu")
 EQUAL = 1e-5
 # Rounding to bf16 of weights' products and of activations.
 BF16 = 0.01
-MOST_BITS = 2.0
-LEAST_DIGITS = 0.9
+MOST_BITS = 1.5
+LEAST_DIGITS = 0.95
 MESHES = [
     Mesh(world=8, tp=8, ep=1),
     Mesh(world=2, tp=2, ep=2),
