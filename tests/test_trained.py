@@ -25,7 +25,6 @@ from tests.lab import converted
 from tests.together import together
 from tests.trained import SAMPLE, digit_answers, digit_pictures
 
-pytestmark = pytest.mark.skipif(not shipped.there(), reason="the trained weights are not among the package's files")
 CPU = torch.device("cpu")
 # Sums of float32 in another order, over some thousand tokens.
 EQUAL = 1e-5

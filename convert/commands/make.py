@@ -32,8 +32,7 @@ TEXT_ONLY = click.option("--text-only", is_flag=True, help="Leave the vision tow
     "--drafts", is_flag=True, help="Beside a random model: a random draft of each kind that fits, in OUT-drafts."
 )
 def demo(out: Path, random: bool, geometry: str, layers: int | None, seed: int, drafts: bool) -> None:
-    """Write a small checkpoint in the real format to OUT: the trained one, with its drafts in OUT-drafts, where this
-    installation has it, else random weights, which a line then says.
+    """Write a small checkpoint in the real format to OUT: the trained one, with its drafts in OUT-drafts.
 
     With --random the weights are drawn, a few megabytes with tokenizer and chat template. k2.6 writes full-size
     layers of random words for benches: layer 0 is dense (1 GB), every further one is a mixture of experts (9.8 GB),
@@ -42,13 +41,14 @@ def demo(out: Path, random: bool, geometry: str, layers: int | None, seed: int, 
     from convert.demo.checkpoint import write_demo
     from convert.demo.drafts import DRAFT_KINDS, write_draft
     from convert.demo.geometry import TINY, k26
+    from convert.demo.shipped import write_shipped
 
     if (geometry == "k2.6") != (layers is not None):
         raise click.UsageError("--layers goes with --geometry k2.6 and is needed there")
     if drafts and layers is None and not random:
         raise click.UsageError("--drafts goes with --random or --geometry k2.6; the trained model's are always written")
     if layers is None and not random:
-        write_embedded(out)
+        write_shipped(out)
     else:
         sizes = TINY if layers is None else k26(layers)
         write_demo(out, sizes, seed=seed)
@@ -212,19 +212,8 @@ def opened(
 
 def ensure_demo(path: Path) -> None:
     """Writes the embedded demo checkpoint unless it is there."""
+    from convert.demo.shipped import write_shipped
+
     if not (path / "config.json").exists():
         click.echo(f"no MODEL given: writing the embedded checkpoint to {path}", err=True)
-        write_embedded(path)
-
-
-def write_embedded(path: Path) -> None:
-    """The trained checkpoint with its drafts; random weights, and a line that says so, where it is not installed."""
-    from convert.demo import shipped
-    from convert.demo.checkpoint import write_demo
-    from convert.demo.geometry import TINY
-
-    if shipped.there():
-        shipped.write_shipped(path)
-        return
-    write_demo(path, TINY)
-    click.echo("this installation has no trained weights: these are random", err=True)
+        write_shipped(path)

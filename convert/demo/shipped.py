@@ -16,11 +16,6 @@ def folder() -> Traversable:
     return files("convert.demo") / "data" / "trained"
 
 
-def there() -> bool:
-    """Whether this installation has the trained model."""
-    return (folder() / "target" / "model.safetensors.index.json").is_file()
-
-
 def facts(name: str) -> Any:
     """One of its JSON files: log, heldout or card."""
     return json.loads((folder() / f"{name}.json").read_text(encoding="utf-8"))
