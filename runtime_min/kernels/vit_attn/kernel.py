@@ -181,6 +181,13 @@ def careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: t
     return low, rest
 
 
+@triton.jit
+def item(tile):
+    """Where a tile's item begins, its length, the tile's first query. Read anew at every call: what follows from them
+    is then not kept in registers over the loop, which needs them all."""
+    return tl.load(tile, volatile=True), tl.load(tile + 1, volatile=True), tl.load(tile + 2, volatile=True)
+
+
 @triton.jit(do_not_specialize=["patches"])
 def attend(
     LOW, REST, TILES, OUT, patches, H: tl.constexpr, D: tl.constexpr, L: tl.constexpr, R: tl.constexpr,
@@ -192,7 +199,7 @@ def attend(
     """
     ready()
     tile, head = TILES + 3 * tl.program_id(0), tl.program_id(1).to(tl.int64)
-    start, length, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    start, length, first = item(tile)
     one: tl.constexpr = max(D - L, 0)
     dtype: tl.constexpr = LOW.dtype.element_ty
     q, k, v = head * patches + start, (H + head) * patches + start, (2 * H + head) * patches + start
@@ -209,6 +216,9 @@ def attend(
         q_low, q_near, begun, table(K_LOW, length, BN, L, TMA), table(K_REST, length, BN, R, TMA),
         table(V_LOW, length, BN, L, TMA), table(V_REST, length, BN, R, TMA), length, low, rest, BN, AHEAD, STAGES, TMA,
     )  # fmt: skip
+    start, length, first = item(tile)
+    k, v = (H + head) * patches + start, (2 * H + head) * patches + start
+    K_LOW, V_LOW, K_REST, V_REST = LOW + k * L, LOW + v * L, REST + k * R, REST + v * R
     low, rest = tail(q_low, q_near, begun, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN, AHEAD)
     total = tl.sum(tl.where(measure, rest, 0.0), 1)
     # Not a number is not good either. A column, as Triton 3.6 fails for Blackwell on a row made into one number.
@@ -216,6 +226,7 @@ def attend(
     if tl.min(good.to(tl.int32)[:, None], 0).item() == 0:
         low, rest = careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN)
         total = tl.sum(tl.where(measure, rest, 0.0), 1)
+    start, length, first = item(tile)
     i, c, r = first + tl.arange(0, BM), tl.arange(0, L), L + tl.arange(0, R)
     out = OUT + ((start + i).to(tl.int64) * H + head)[:, None] * D
     there = (i < length)[:, None]
