@@ -89,7 +89,11 @@ def table(X, rows, N: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
 
 @triton.jit
 def block(X, first, end, N: tl.constexpr, W: tl.constexpr, EDGE: tl.constexpr, ACROSS: tl.constexpr, TMA: tl.constexpr):
-    """Rows first..first + N of X [., W], ACROSS: as columns. At the EDGE, and by TMA, zero from `end` on."""
+    """Rows first..first + N of X [., W], ACROSS: as columns. At the EDGE, and by TMA, zero from `end` on.
+
+    TMA: X is a descriptor. Only the loop over full blocks reads by those: with loads by them outside of a pipelined
+    loop too, compiled by Triton 3.6, sums were wrong on an H200.
+    """
     i, c = first + tl.arange(0, N), tl.arange(0, W)
     if TMA:
         x = X.load([first, 0])
@@ -122,7 +126,8 @@ def quick(
     q_low, q_rest, begun, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: tl.constexpr, AHEAD: tl.constexpr,
     STAGES: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """Sums of values with weights measured from where the queries say. begun: scores of the first N keys by q_low.
+    """Sums over the full blocks of N keys, with weights measured from where the queries say; scores begun beyond them.
+    begun: scores of the first N keys by q_low.
 
     AHEAD: a block's scores are begun in the turn before, and nothing waits for them there. What is begun beyond the
     last key is not used; it is memory of ours, as values follow keys.
@@ -140,32 +145,47 @@ def quick(
         low, rest = added(weights, V_LOW, V_REST, first, length, low, rest, False, N, TMA)
         if AHEAD:
             begun = scored(q_low, K_LOW, first + N, length, nothing, False, N, TMA)
+    return low, rest, begun
+
+
+@triton.jit
+def tail(
+    q_low, q_rest, begun, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: tl.constexpr, AHEAD: tl.constexpr
+):  # fmt: skip
+    """The sums with the keys beyond the full blocks of N, if there are any."""
+    full = length // N * N
     if full < length:
-        scores = begun if AHEAD else scored(q_low, K_LOW, full, length, nothing, True, N, TMA)
-        scores = scored(q_rest, K_REST, full, length, scores, True, N, TMA)
+        nothing = tl.zeros([q_low.shape[0], N], tl.float32)
+        scores = begun if AHEAD else scored(q_low, K_LOW, full, length, nothing, True, N, False)
+        scores = scored(q_rest, K_REST, full, length, scores, True, N, False)
         weights = tl.where((full + tl.arange(0, N) < length)[None, :], tl.exp2(scores), 0.0)
-        low, rest = added(rounded(weights, dtype), V_LOW, V_REST, full, length, low, rest, True, N, TMA)
+        low, rest = added(rounded(weights, q_low.dtype), V_LOW, V_REST, full, length, low, rest, True, N, False)
     return low, rest
 
 
 @triton.jit
-def careful(
-    q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: tl.constexpr, TMA: tl.constexpr
-):  # fmt: skip
+def careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, N: tl.constexpr):
     """The same sums from nothing, measured from the largest score so far."""
     best = tl.full([q_low.shape[0]], -1e30, tl.float32)
     low, rest = tl.zeros_like(low), tl.zeros_like(rest)
     for first in tl.range(0, length, N, num_stages=1):
-        scores = scored(q_low, K_LOW, first, length, tl.zeros([q_low.shape[0], N], tl.float32), True, N, TMA)
-        scores = scored(q_rest, K_REST, first, length, scores, True, N, TMA)
+        scores = scored(q_low, K_LOW, first, length, tl.zeros([q_low.shape[0], N], tl.float32), True, N, False)
+        scores = scored(q_rest, K_REST, first, length, scores, True, N, False)
         seen = (first + tl.arange(0, N) < length)[None, :]
         scores = tl.where(seen, scores, -1e30)
         new = tl.maximum(best, tl.max(scores, 1))
         weights = rounded(tl.where(seen, tl.exp2(scores - new[:, None]), 0.0), q_low.dtype)
         fade = tl.exp2(best - new)[:, None]
-        low, rest = added(weights, V_LOW, V_REST, first, length, low * fade, rest * fade, True, N, TMA)
+        low, rest = added(weights, V_LOW, V_REST, first, length, low * fade, rest * fade, True, N, False)
         best = new
     return low, rest
+
+
+@triton.jit
+def item(tile):
+    """Where a tile's item begins, its length, the tile's first query. Read anew at every call: what follows from them
+    is then not kept in registers over the loop, which needs them all."""
+    return tl.load(tile, volatile=True), tl.load(tile + 1, volatile=True), tl.load(tile + 2, volatile=True)
 
 
 @triton.jit(do_not_specialize=["patches"])
@@ -179,29 +199,34 @@ def attend(
     """
     ready()
     tile, head = TILES + 3 * tl.program_id(0), tl.program_id(1).to(tl.int64)
-    start, length, first = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    start, length, first = item(tile)
     one: tl.constexpr = max(D - L, 0)
     dtype: tl.constexpr = LOW.dtype.element_ty
     q, k, v = head * patches + start, (H + head) * patches + start, (2 * H + head) * patches + start
     q_low = block(LOW + q * L, first, length, BM, L, True, False, False)
     q_rest = block(REST + q * R, first, length, BM, R, True, False, False)
-    K_LOW, V_LOW = table(LOW + k * L, length, BN, L, TMA), table(LOW + v * L, length, BN, L, TMA)
-    K_REST, V_REST = table(REST + k * R, length, BN, R, TMA), table(REST + v * R, length, BN, R, TMA)
-    begun = scored(q_low, K_LOW, 0, length, tl.zeros([BM, BN], tl.float32), True, BN, TMA)
-    scores = scored(q_rest, K_REST, 0, length, begun, True, BN, TMA)
+    K_LOW, V_LOW, K_REST, V_REST = LOW + k * L, LOW + v * L, REST + k * R, REST + v * R
+    begun = scored(q_low, K_LOW, 0, length, tl.zeros([BM, BN], tl.float32), True, BN, False)
+    scores = scored(q_rest, K_REST, 0, length, begun, True, BN, False)
     best = tl.max(tl.where((tl.arange(0, BN) < length)[None, :], scores, -1e30), 1)
     measure = (tl.arange(0, R) == one)[None, :]
     low, rest = tl.zeros([BM, L], tl.float32), tl.zeros([BM, R], tl.float32)
     q_near = tl.where(measure, rounded(-best, dtype)[:, None], q_rest)
-    low, rest = quick(
-        q_low, q_near, begun, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN, AHEAD, STAGES, TMA
+    low, rest, begun = quick(
+        q_low, q_near, begun, table(K_LOW, length, BN, L, TMA), table(K_REST, length, BN, R, TMA),
+        table(V_LOW, length, BN, L, TMA), table(V_REST, length, BN, R, TMA), length, low, rest, BN, AHEAD, STAGES, TMA,
     )  # fmt: skip
+    start, length, first = item(tile)
+    k, v = (H + head) * patches + start, (2 * H + head) * patches + start
+    K_LOW, V_LOW, K_REST, V_REST = LOW + k * L, LOW + v * L, REST + k * R, REST + v * R
+    low, rest = tail(q_low, q_near, begun, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN, AHEAD)
     total = tl.sum(tl.where(measure, rest, 0.0), 1)
     # Not a number is not good either. A column, as Triton 3.6 fails for Blackwell on a row made into one number.
     good = (total > 2.0**-60) & (total < 2.0**100)
     if tl.min(good.to(tl.int32)[:, None], 0).item() == 0:
-        low, rest = careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN, TMA)
+        low, rest = careful(q_low, q_rest, K_LOW, K_REST, V_LOW, V_REST, length, low, rest, BN)
         total = tl.sum(tl.where(measure, rest, 0.0), 1)
+    start, length, first = item(tile)
     i, c, r = first + tl.arange(0, BM), tl.arange(0, L), L + tl.arange(0, R)
     out = OUT + ((start + i).to(tl.int64) * H + head)[:, None] * D
     there = (i < length)[:, None]

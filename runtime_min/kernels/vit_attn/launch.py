@@ -55,10 +55,8 @@ class Problem:
         if self.item != 2:
             return [Config(torch=True)]
         ours = [
-            (128, 64, 8, 3, False, True, 128), (128, 64, 8, 2, False, True, 128), (128, 64, 8, 3, True, True, 0),
-            (256, 64, 16, 3, False, True, 128), (256, 64, 16, 2, False, True, 128), (256, 64, 8, 3, False, True, 0),
-            (128, 128, 8, 2, False, True, 0), (128, 128, 8, 2, True, True, 0), (64, 128, 4, 2, True, True, 0),
-            (64, 64, 4, 2, False, True, 0), (64, 64, 4, 2, True, True, 0), (128, 64, 8, 3, False, False, 0),
+            (128, 64, 8, 3, False, True, 128), (128, 64, 8, 2, False, True, 128), (256, 64, 16, 3, False, True, 128),
+            (128, 64, 8, 3, False, False, 128), (128, 64, 8, 3, False, False, 0),
         ]  # fmt: skip
         return [Config(torch=True), *(Config(False, *c) for c in ours)]
 
