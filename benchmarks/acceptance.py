@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from trained import MORE
+
 from convert.demo import shipped
 from convert.demo.training.measure import PROMPTS
 

@@ -57,8 +57,7 @@ def test_every_kernel_is_ready_before_it_does_anything(op: str, name: str) -> No
     tree = ast.parse((HERE / op / "kernel.py").read_text())
     (body,) = (n.body for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == name)
     place = next(i for i, s in enumerate(body) if isinstance(s, ast.Expr) and called(s) == {"ready"})
-    before = {"program_id", "arange", "cdiv", "to", "fetch_weights"} if op == "linear" else set()
-    assert set().union(*map(called, body[:place])) <= before
+    assert not set().union(*map(called, body[:place]))
     assert not any(isinstance(n, ast.Return) for s in body[:place] for n in ast.walk(s))
     assert sum("ready" in called(s) for s in body) == 1
 
@@ -89,7 +88,7 @@ def wrong(kernel: Variant, arch: str, ptx: str) -> str:
     """What a kernel does not do as it must, empty if it does all."""
     found = list(opcodes(ptx))
     if archs()[arch]["target"] < 90:
-        early = [o for o in found if o.startswith(("griddepcontrol", "prefetch"))]
+        early = [o for o in found if o.startswith("griddepcontrol")]
         return f"has {early}" if early else ""
     if (found.count(WAIT), found.count(NEXT)) != (1, 1) or found.index(NEXT) < found.index(WAIT):
         return f"waits {found.count(WAIT)} times and lets the next begin {found.count(NEXT)} times"
@@ -97,9 +96,6 @@ def wrong(kernel: Variant, arch: str, ptx: str) -> str:
     early = [o for o in head if touches(o) or o.split(".")[0] in ("bra", "ret", "exit", "call", "brx")]
     if early:
         return f"does {early} before it waits"
-    asks = "prefetch.global.L2" in head
-    if asks != (kernel.kernel == "linear.product") or any(o.startswith("prefetch.global") for o in rest):
-        return f"asks for weights: {asks} before it waits, {[o for o in rest if o.startswith('prefetch.global')]} after"
     return "" if any(map(touches, rest)) else "touches nothing at all: the reader of instructions sees too little"
 
 
@@ -171,7 +167,6 @@ def test_what_comes_too_early_is_seen() -> None:
     for early in ("ld.global.b32 a", "@%p st.b32 [a]", "{ cp.async.cg.shared.global [a]", "ret", "@%p bra $L"):
         assert "before it waits" in wrong(kernel, "sm90", good.replace(WAIT, f"{early};\n{WAIT}"))
     assert "waits 0 times" in wrong(kernel, "sm90", good.replace(WAIT, "mov.b32 a"))
-    assert "asks for weights" in wrong(kernel, "sm90", good.replace(WAIT, f"prefetch.global.L2 [a];\n{WAIT}"))
     assert "touches nothing" in wrong(kernel, "sm90", good.replace("ld.global", "ld.shared"))
 
 
@@ -189,13 +184,18 @@ class Watched:
         self.launches.append(config._obj)
 
 
-@pytest.mark.parametrize(("overlap", "able", "count"), [(True, True, 1), (False, True, 0), (True, False, 0)])
-def test_the_driver_is_told(monkeypatch: pytest.MonkeyPatch, overlap: bool, able: bool, count: int) -> None:
+@pytest.mark.parametrize(
+    ("overlap", "able", "wanted", "count"),
+    [(True, True, True, 1), (False, True, True, 0), (True, False, True, 0), (True, True, False, 0)],
+)
+def test_the_driver_is_told(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool, able: bool, wanted: bool, count: int
+) -> None:
     monkeypatch.setattr(cubin, "Driver", Watched)
     monkeypatch.setattr(cubin, "overlaps_here", lambda: able)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
     loaded, x = cubin.Loaded(overlap), torch.zeros(64)
-    launch = Launch(kernel="rmsnorm.rows", grid=(5, 6, 7), args=(x, 3, 0.5), constants={}, warps=2)
+    launch = Launch(kernel="rmsnorm.rows", grid=(5, 6, 7), args=(x, 3, 0.5), constants={}, warps=2, overlap=wanted)
     key = variant(launch)
     loaded.add(Compiled(variant=key, file="", symbol="s", shared_bytes=96, scratch=(0, 0), sha256=""), b"")
     loaded.run(launch, key)

@@ -32,7 +32,6 @@ from runtime_min.bench.steps import (
 from runtime_min.kernels.choose import chooser_here
 from runtime_min.kernels.compile import Alone, recorded
 from runtime_min.kernels.cubin import arch_here, overlaps_here
-from runtime_min.kernels.linear import launch as linear
 from runtime_min.kernels.race import Race, Using
 from runtime_min.memory import emptied
 from runtime_min.models.decoder import Decoder, Settings
@@ -162,9 +161,8 @@ def leave(result: Path, rows: Sequence[Row], facts: dict[str, str]) -> None:
 @click.option("--tp", default=8)
 @click.option("--ep", default=1)
 @click.option("--overlap/--no-overlap", default=True, help="May launches begin before the one before them ends?")
-@click.option("--prefetch/--no-prefetch", default=True, help="Do dense products ask for weights before they wait?")
 @card_options
-def main(config: Path, tp: int, ep: int, overlap: bool, prefetch: bool, card: Card, result: Path | None) -> None:
+def main(config: Path, tp: int, ep: int, overlap: bool, card: Card, result: Path | None) -> None:
     """Measure the engine on one rank of the model that CONFIG (a config.json) describes."""
     device, mesh, cases = torch.device("cuda"), Mesh(world=tp, tp=tp, ep=ep), Cases()
     dims, choose = read_config(manifest.read_json(config)).text, chooser_here()
@@ -172,9 +170,8 @@ def main(config: Path, tp: int, ep: int, overlap: bool, prefetch: bool, card: Ca
     facts = {
         "card": torch.cuda.get_device_name(), "limits": str(card), "mesh": str(mesh),
         "layers": str(dims.layers), "torch": torch.__version__, "Python": platform.python_version(),
-        "overlap": str(overlap and overlaps_here()), "prefetch": str(prefetch),
+        "overlap": str(overlap and overlaps_here()),
     }  # fmt: skip
-    linear.PREFETCH = prefetch
     rows: list[Row] = []
     with Race(arch_here(), choose, len(os.sched_getaffinity(0)), overlap) as race:
         shapes = of_dims(small, mesh, lambda shape, dtype: meta(shape, dtype=dtype), torch.bfloat16)

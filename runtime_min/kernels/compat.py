@@ -2,7 +2,7 @@
 
 In the interpreter tl.dot on bf16 operands returns garbage silently, so `dot` widens them there; rounding fp32 to bf16
 truncates, which tests allow for. From sm90 on a kernel may be launched while the one before it still runs: every
-kernel calls `ready` in every program before it touches what others wrote or read, and `fetch` may come before.
+kernel calls `ready` in every program before it touches what others wrote or read.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -50,17 +50,3 @@ def ready():
     if not INTERPRET and overlaps():
         gdc_wait()
         gdc_launch_dependents()
-
-
-@triton.jit
-def fetch(pointers):
-    """Asks for the cache lines of a block of pointers to come to L2, before `ready` too if nobody writes there."""
-    if not INTERPRET and overlaps():
-        tl.inline_asm_elementwise(
-            asm="prefetch.global.L2 [$1]; // nothing in $0",
-            constraints="=r,l",
-            args=[pointers.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )

@@ -42,5 +42,6 @@ class Jit:
         import_module("runtime_min.kernels.scratch_device").allow()
         function(launch.kernel)[launch.grid](
             *launch.args, **launch.constants, num_warps=launch.warps, num_stages=launch.stages,
-            maxnreg=launch.registers or None, **self.options,
+            maxnreg=launch.registers or None,
+            **(self.options if launch.overlap else {}),
         )  # fmt: skip

@@ -20,7 +20,8 @@ Constant = int | float | bool | str
 class Launch:
     """One launch of one kernel. `kernel`: "op.function". `args`: tensors, integers and floats in the order of the
     kernel's run-time parameters. `constants`: its constexpr parameters by name. `registers`: the most of a thread, 0
-    leaves it to the compiler."""
+    leaves it to the compiler. `overlap`: may it begin before the launch
+    before it ends, where the GPU can?"""
 
     kernel: str
     grid: tuple[int, int, int]
@@ -29,6 +30,7 @@ class Launch:
     warps: int = 4
     stages: int = 2
     registers: int = 0
+    overlap: bool = True
 
 
 class Problem(Protocol):

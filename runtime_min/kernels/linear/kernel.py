@@ -11,11 +11,7 @@ comes out of it.
 import triton
 import triton.language as tl
 
-from runtime_min.kernels.compat import INTERPRET, dot, fetch, ready
-
-# Bytes of a cache line, and how many lines of its weights a program asks for before its inputs are there.
-LINE = tl.constexpr(128)
-LINES = tl.constexpr(256)
+from runtime_min.kernels.compat import INTERPRET, dot, ready
 
 
 @triton.jit
@@ -28,37 +24,19 @@ def load_x(X, token, k, seen, K: tl.constexpr, SILU: tl.constexpr):
     return x
 
 
-@triton.jit
-def fetch_weights(
-    w_head, n0, k0, N: tl.constexpr, K: tl.constexpr, BN: tl.constexpr, SHARE: tl.constexpr, ACROSS: tl.constexpr
-):
-    """Asks for the lines that rows n0.. of the weights are read from first, k0 to at most k0 + SHARE."""
-    EACH: tl.constexpr = LINE * 8 // w_head.dtype.element_ty.primitive_bitwidth
-    if ACROSS:
-        WIDE: tl.constexpr = (BN + EACH - 1) // EACH
-        DEEP: tl.constexpr = min(triton.next_power_of_2(SHARE), LINES // WIDE)
-        n, k = tl.arange(0, WIDE) * EACH, tl.arange(0, DEEP)
-    else:
-        ALONG: tl.constexpr = min(triton.next_power_of_2((SHARE + EACH - 1) // EACH), LINES // BN)
-        n, k = tl.arange(0, BN), tl.arange(0, ALONG) * EACH
-    n = tl.minimum(n0 + n, N - 1)[:, None]
-    k = tl.minimum(k0 + tl.minimum(k, SHARE - 1), K - 1)[None, :]
-    fetch(w_head + (k * N + n if ACROSS else n * K + k))
-
-
 @triton.jit(do_not_specialize=["tokens", "eps"])
 def product(
     X, GAMMA, W, Y, PARTS, SQUARES, DONE, tokens, eps,
     N: tl.constexpr, K: tl.constexpr, X_ROW: tl.constexpr, X_HEAD: tl.constexpr, Y_ROW: tl.constexpr,
     BN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr,
-    ACROSS: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr, PREFETCH: tl.constexpr,
+    ACROSS: tl.constexpr, NORM: tl.constexpr, SILU: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Y[t, h, n] = sum over k of X[t, h, k] W[h, n, k] (ACROSS: W[h, k, n]).
 
     Grid: row tiles, SPLIT parts of K, heads times blocks of BM tokens. PARTS fp32 [tiles, SPLIT, BN, BM], SQUARES fp32
-    [tiles, SPLIT, BM], DONE int32 [tiles], zero before and after; tiles counts axes 0 and 2 of the grid. PREFETCH: a
-    program asks for its weights, which nobody writes, before it waits for its inputs.
+    [tiles, SPLIT, BM], DONE int32 [tiles], zero before and after; tiles counts axes 0 and 2 of the grid.
     """
+    ready()
     tile_n, part = tl.program_id(0), tl.program_id(1)
     blocks = tl.cdiv(tokens, BM)
     head, block = tl.program_id(2) // blocks, tl.program_id(2) % blocks
@@ -67,9 +45,6 @@ def product(
     token = t * X_ROW + head * X_HEAD
     w_head = W + head.to(tl.int64) * N * K
     STEPS: tl.constexpr = (K + BK * SPLIT - 1) // (BK * SPLIT)
-    if PREFETCH:
-        fetch_weights(w_head, tile_n * BN, part * (STEPS * BK), N, K, BN, STEPS * BK, ACROSS)
-    ready()
     EVEN: tl.constexpr = K % (BK * SPLIT) == 0 and N % BN == 0
     acc = tl.zeros([BN, BM], tl.float32)
     squares = tl.zeros([BM], tl.float32)

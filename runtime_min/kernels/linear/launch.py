@@ -15,8 +15,6 @@ from runtime_min.kernels.launch import WIDEST, Kernels, Launch, power
 # Above this many tokens a block of weights is used often enough for the library's product to be as fast.
 MOST_TOKENS = 16
 BLOCK_N = (16, 32, 64)
-# Do programs ask for their weights before they wait for their inputs?
-PREFETCH = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ def _launch(
     constants = {
         "N": n, "K": k, "X_ROW": x.stride(0), "X_HEAD": x.stride(1) if heads > 1 else 0, "Y_ROW": y.stride(0),
         "BN": config.bn, "BM": bm, "BK": config.bk, "SPLIT": config.split, "ACROSS": across,
-        "NORM": gamma is not None, "SILU": silu, "STAGES": config.stages, "PREFETCH": PREFETCH,
+        "NORM": gamma is not None, "SILU": silu, "STAGES": config.stages,
     }  # fmt: skip
     args = (x, gamma if gamma is not None else x, weight, y, parts, squares, done, tokens, eps)
     kernels.run(Launch(kernel="linear.product", grid=grid, args=args, constants=constants, warps=config.warps))
