@@ -55,10 +55,11 @@ def measured(folder: Path) -> list[dict[str, Any]]:
             asked = ("--draft", draft, "--spec-tokens", tokens, "--temperature", temperature, "--prompts", prompts)
             grown = ("--spec-tree-budget", tree) if tree else ()
             said = json.loads(kiln("runtime_min", "bench", "spec", artifact, *OPTIONS, *asked, *grown))
-            keys = ("mean_accept_length", "draft_acceptance_rate", "per_position", "drafts", "tokens", "same_as_plain")
+            keys = ("mean_accept_length", "draft_acceptance_rate", "per_position", "drafts", "same_as_plain")
             rows.append(
                 {"draft": draft, "tokens": tokens, "tree": tree, "temperature": temperature}
                 | {k: said[k] for k in keys}
+                | {"answer_tokens": said["tokens"]}
             )
             print(rows[-1], file=sys.stderr)
     return rows
