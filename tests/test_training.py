@@ -531,7 +531,8 @@ def test_demo_writes_the_trained_model_with_its_drafts(
     assert tree(tmp_path / "build/demo/checkpoint") == tree(tmp_path / "model")
 
 
-def test_demo_says_when_there_is_nothing_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_demo_stops_where_the_trained_files_are_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shipped, "folder", lambda: tmp_path / "nothing")
     result = kiln("demo", tmp_path / "model")
-    assert result.exit_code == 0 and "these are random" in result.stderr and (tmp_path / "model/config.json").exists()
+    assert result.exit_code == 1 and str(tmp_path / "nothing") in result.stderr and "random" not in result.stderr
+    assert not (tmp_path / "model").exists()
