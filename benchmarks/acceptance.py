@@ -18,6 +18,7 @@ from trained import MORE
 
 from convert.demo import shipped
 from convert.demo.training.measure import PROMPTS
+from runtime_min.bench.report import grid, page, write
 
 ROOT = Path(__file__).parent.parent
 RESULT = ROOT / "benchmarks" / "results" / "acceptance-trained"
@@ -66,19 +67,16 @@ def measured(folder: Path) -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
-    lines = [
-        "# Accept lengths of the trained model's drafts",
-        "",
-        *(f"- {k}: {v}" for k, v in facts.items()),
-        "",
-        "| draft | tokens in a row | tree | temperature | mean accept length | acceptance | by position |",
-        "|---|--:|--:|--:|--:|--:|---|",
-    ]
-    for r in rows:
-        places = " ".join(f"{p:.2f}" for p in r["per_position"])
-        first = f"| {r['draft']} | {r['tokens']} | {r['tree'] or ''} | {r['temperature']:g} "
-        lines.append(f"{first}| {r['mean_accept_length']:.2f} | {r['draft_acceptance_rate']:.2f} | {places} |")
-    return "\n".join(lines) + "\n"
+    head = ("draft", "tokens in a row", "tree", "temperature", "mean accept length", "acceptance", "by position")
+    told = (
+        (
+            r["draft"], str(r["tokens"]), str(r["tree"] or ""), f"{r['temperature']:g}",
+            f"{r['mean_accept_length']:.2f}", f"{r['draft_acceptance_rate']:.2f}",
+            " ".join(f"{p:.2f}" for p in r["per_position"]),
+        )
+        for r in rows
+    )  # fmt: skip
+    return page("Accept lengths of the trained model's drafts", facts, grid(head, told, 1))
 
 
 def main(result: Path) -> None:
@@ -89,8 +87,7 @@ def main(result: Path) -> None:
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
         rows = measured(Path(folder))
-    result.with_suffix(".json").write_text(json.dumps({"facts": facts, "rows": rows}, indent=1) + "\n")
-    result.with_suffix(".md").write_text(table(rows, facts))
+    write(result, table(rows, facts), facts, rows)
 
 
 if __name__ == "__main__":

@@ -91,8 +91,7 @@ def table(X, rows, N: tl.constexpr, W: tl.constexpr, TMA: tl.constexpr):
 def block(X, first, end, N: tl.constexpr, W: tl.constexpr, EDGE: tl.constexpr, ACROSS: tl.constexpr, TMA: tl.constexpr):
     """Rows first..first + N of X [., W], ACROSS: as columns. At the EDGE, and by TMA, zero from `end` on.
 
-    TMA: X is a descriptor. Only the loop over full blocks reads by those: with loads by them outside of a pipelined
-    loop too, compiled by Triton 3.6, sums were wrong on an H200.
+    TMA: X is a descriptor. Only the loop over full blocks reads by those.
     """
     i, c = first + tl.arange(0, N), tl.arange(0, W)
     if TMA:
