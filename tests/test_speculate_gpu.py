@@ -13,6 +13,7 @@ from convert.drafts import all_asked, finished, prepared, write
 from runtime_min.core import Core
 from runtime_min.engine import Engine, Local
 from runtime_min.kv import batch
+from runtime_min.memory import MemoryPlan
 from runtime_min.pages import Sequence
 from runtime_min.request import Limits, Request
 from runtime_min.sample import Sampling
@@ -36,8 +37,17 @@ def artifact(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "artifact"
 
 
+@pytest.fixture(scope="module")
+def bare(artifact: Path) -> MemoryPlan:
+    """Of an engine without a draft, made and gone before any other: a plan counts all that its process holds."""
+    with Engine(artifact, LIMITS, device="cuda", dtype="float32") as engine:
+        found = core(engine).memory
+    assert found is not None
+    return found
+
+
 @pytest.fixture(scope="module", params=[(kind, tree) for kind in KINDS for tree in (0, 15)], ids=str)
-def engine(artifact: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
+def engine(artifact: Path, bare: MemoryPlan, request: pytest.FixtureRequest) -> Iterator[Engine]:
     kind, tree = request.param
     limits = replace(LIMITS, draft=kind, spec_tree=tree)
     with Engine(artifact, limits, device="cuda", dtype="float32") as engine:
@@ -111,11 +121,9 @@ def test_sampled_requests_end_and_nothing_compiles_past_ready(engine: Engine) ->
 
 
 @pytest.mark.gpu
-def test_the_memory_plan_counts_the_draft(engine: Engine, artifact: Path) -> None:
-    with Engine(artifact, LIMITS, device="cuda", dtype="float32") as other:
-        bare = core(other).memory
+def test_the_memory_plan_counts_the_draft(engine: Engine, bare: MemoryPlan) -> None:
     found = core(engine).memory
-    assert bare is not None and found is not None
+    assert found is not None
     assert found.weights > bare.weights and found.page_bytes > bare.page_bytes and found.workspace > bare.workspace
     engine.generate(requests(40, 3))
     assert torch.cuda.max_memory_reserved() < found.total - found.left + (1 << 30)
