@@ -124,9 +124,9 @@ def guess(draft: Draft, which: Iterable[Step]) -> None:
 
 
 def see(dims: VisionDims, ops: Ops, dtype: torch.dtype) -> None:
-    """The kernels of the vision tower, by the length of the longest picture, and whether blocks of keys fill all."""
+    """The kernels of the vision tower, by the length of the longest picture."""
     head = dims.vit_hidden // dims.vit_heads
-    for length in (n for whole in LENGTHS for n in (whole, whole - 1)):
+    for length in LENGTHS:
         qkv = torch.empty(length, 3, dims.vit_heads, head, dtype=dtype, device="meta")
         angles = torch.empty(length, head // 2, device="meta")
         ops.vit_attn(qkv, angles, angles, (length,))

@@ -96,30 +96,31 @@ def test_no_patches(device: str) -> None:
     assert launch.vit_attn(Jit(), qkv, cos, sin, []).shape == (0, 2, 24)
 
 
-def test_tiles_cover_every_query_of_long_items_first() -> None:
-    found = launch.tiles((5, 40, 16), 16, torch.device("cpu")).tolist()
-    assert found == [[5, 40, 0], [5, 40, 16], [5, 40, 32], [45, 16, 0], [0, 5, 0]]
+def test_items_are_padded_and_their_tiles_cover_every_query_of_long_items_first() -> None:
+    places, tiles = launch.places_tiles((5, 40, 16), 16, 8, torch.device("cpu"))
+    whole = [*range(5), *[-1] * 11, *range(5, 45), *[-1] * 8, *range(45, 61)]
+    assert places.tolist() == whole
+    assert tiles.tolist() == [[16, 5, 40, 0], [16, 5, 40, 16], [16, 5, 40, 32], [64, 45, 16, 0], [0, 0, 5, 0]]
 
 
 def test_a_problem_is_known_by_its_longest_item() -> None:
     qkv = torch.empty(1300, 3, 16, 72, dtype=torch.bfloat16, device="meta")
-    assert launch.problem(qkv, [4, 1025, 271]) == Problem(heads=16, head=72, longest=2048, whole=False)
-    assert launch.problem(qkv, [4, 1025, 271]).candidates() == [Config(torch=True)]
-    assert launch.problem(qkv, [256, 1024]) == Problem(heads=16, head=72, longest=1024, whole=True)
+    assert launch.problem(qkv, [4, 1025, 271]) == Problem(heads=16, head=72, longest=2048)
     assert launch.problem(qkv, [4]).longest == 256 and launch.problem(qkv, [40000]).longest == 32768
     assert launch.problem(qkv.float(), [4]).candidates() == [Config(torch=True)]
     assert launch.problem(qkv.float(), [4]).default() == Config(torch=True)
 
 
 def chosen() -> list[Config]:
-    return Problem(heads=16, head=72, longest=4096, whole=True).candidates()
+    return Problem(heads=16, head=72, longest=4096).candidates()
 
 
 SIZES = [([256], c) for c in chosen()] + [([4096, 4096], c) for c in chosen()]
+SIZES += [([4, 1024, 2691, 300], c) for c in chosen()]
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("lengths", "config"), [*SIZES, ([4, 1024, 2691, 300], Config(torch=True))], ids=str)
+@pytest.mark.parametrize(("lengths", "config"), SIZES, ids=str)
 def test_the_model_s_sizes(device: str, lengths: list[int], config: Config) -> None:
     """bf16 against FP32 on the same inputs."""
     qkv, cos, sin = case(device, torch.bfloat16, lengths, 16, 72)

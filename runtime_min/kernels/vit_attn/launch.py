@@ -6,7 +6,7 @@ torch's own choice is a kernel that takes 1.7 times as long as cuDNN's, which ta
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import ClassVar
 
 import torch
@@ -21,9 +21,6 @@ from runtime_min.runs import runs
 ROPE_ROWS = 32
 # Problems are told apart by the length of the longest item, rounded up to one of these.
 LENGTHS = tuple(1 << i for i in range(8, 16))
-# Our kernel was right on an H200 where no block of keys was partly filled, and wrong in a way not understood where one
-# was: it is offered for lengths that are multiples of this.
-WHOLE = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,20 +40,19 @@ class Config:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Heads of size `head`, the longest item. whole: are all lengths multiples of WHOLE? item: bytes of an element."""
+    """Heads of size `head`, the longest item. item: bytes of an element."""
 
     op: ClassVar[str] = "vit_attn"
     heads: int
     head: int
     longest: int
-    whole: bool
     item: int = 2
 
     def default(self, shared: int = WIDEST) -> Config:
         return Config(torch=True)
 
     def candidates(self) -> list[Config]:
-        if self.item != 2 or not self.whole:
+        if self.item != 2:
             return [Config(torch=True)]
         ours = [
             (128, 64, 8, 3, False, True, 128), (128, 64, 8, 2, False, True, 128), (256, 64, 16, 3, False, True, 128),
@@ -68,7 +64,7 @@ class Problem:
 def problem(qkv: Tensor, lengths: Sequence[int]) -> Problem:
     _, _, heads, head = qkv.shape
     longest = min(max(power(max(lengths)), LENGTHS[0]), LENGTHS[-1])
-    return Problem(heads, head, longest, all(n % WHOLE == 0 for n in lengths), qkv.element_size())
+    return Problem(heads, head, longest, qkv.element_size())
 
 
 def vit_attn(kernels: Kernels, qkv: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
@@ -90,20 +86,21 @@ def own(
     patches, _, heads, head = qkv.shape
     low = max(16, power(head + 1) // 2)
     rest = max(16, power(max(0, head - low) + 1))
-    lows, rests = (qkv.new_empty(3, heads, patches, width) for width in (low, rest))
+    places, table = places_tiles(lengths, config.bm, config.bn, qkv.device)
+    padded = len(places)
+    lows, rests = (qkv.new_empty(3, heads, padded, width) for width in (low, rest))
     sizes = {"H": heads, "D": head, "L": low, "R": rest}
-    args = (qkv, cos, sin, lows, rests, patches, head**-0.5 * LOG2E)
-    grid = (-(-3 * heads * patches // ROPE_ROWS), 1, 1)
+    args = (qkv, cos, sin, places, lows, rests, padded, head**-0.5 * LOG2E)
+    grid = (-(-3 * heads * padded // ROPE_ROWS), 1, 1)
     constants = sizes | {"ROWS": ROPE_ROWS}
     kernels.run(Launch(kernel="vit_attn.pack", grid=grid, args=args, constants=constants, warps=4))
-    table = tiles(lengths, config.bm, qkv.device)
     out = qkv.new_empty(patches, heads, head)
     constants = sizes | {
         "BM": config.bm, "BN": config.bn, "AHEAD": config.ahead, "STAGES": config.stages, "TMA": config.tma,
     }  # fmt: skip
     kernels.run(
         Launch(
-            kernel="vit_attn.attend", grid=(len(table), heads, 1), args=(lows, rests, table, out, patches),
+            kernel="vit_attn.attend", grid=(len(table), heads, 1), args=(lows, rests, table, out, padded),
             constants=constants, warps=config.warps, registers=config.registers,
         )
     )  # fmt: skip
@@ -111,14 +108,20 @@ def own(
 
 
 @lru_cache(maxsize=64)
-def tiles(lengths: tuple[int, ...], bm: int, device: torch.device) -> Tensor:
-    """(where its item begins, the item's length, first query in it) of every tile, those of long items first. Kept, as
-    all layers of a tower ask for the same."""
-    found, start = [], 0
+def places_tiles(lengths: tuple[int, ...], bm: int, bn: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Items padded to whole tiles of queries and blocks of keys: the patch at every place, -1 for none; and of every
+    tile, those of long items first, (where its item begins, padded and not, the item's length, the tile's first query).
+    Kept, as all layers of a tower ask for the same."""
+    places: list[int] = []
+    tiles: list[tuple[int, ...]] = []
+    start = 0
     for length in lengths:
-        found += [(start, length, first) for first in range(0, length, bm)]
+        tiles += [(len(places), start, length, first) for first in range(0, length, bm)]
+        places += [*range(start, start + length), *[-1] * (-length % max(bm, bn))]
         start += length
-    return torch.tensor(sorted(found, key=lambda t: -t[1]), dtype=torch.int32, device=device)
+    tiles.sort(key=lambda t: -t[2])
+    made = partial(torch.tensor, dtype=torch.int32, device=device)
+    return made(places), made(tiles)
 
 
 def library(kernels: Kernels, qkv: Tensor, cos: Tensor, sin: Tensor, lengths: Sequence[int]) -> Tensor:
