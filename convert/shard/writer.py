@@ -84,12 +84,11 @@ class StreamWriter:
         with output_errors(self.path):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._handle = os.open(self.draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._begun = False
+        self._written = 0
 
     def write(self, chunk: Tensor) -> None:
         """The file's next bytes. One thread at a time, like `digest`, but the two may run side by side."""
-        if not self._begun:
-            self._begun = True
+        if not self._written:
             self._put(memoryview(self.plan.header))
         self._put(as_bytes(chunk))
 
@@ -109,6 +108,9 @@ class StreamWriter:
     def _put(self, data: memoryview) -> None:
         with self.clock("write"), output_errors(self.path):
             write_all(self._handle, data)
+            # Linux begins to write such pages out, and waits for nothing: little is left to do when the file is sealed.
+            os.posix_fadvise(self._handle, self._written, len(data), os.POSIX_FADV_DONTNEED)
+        self._written += len(data)
         with self.clock("hash"):
             self._file.update(data)
 

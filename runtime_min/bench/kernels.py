@@ -16,7 +16,7 @@ from runtime_min.kernels.cases import Case, cases, rotated, steps
 from runtime_min.kernels.choose import chooser, chooser_here
 from runtime_min.kernels.cubin import arch_here
 from runtime_min.kernels.index import KernelError
-from runtime_min.kernels.race import BOUND, Race, timed, wanted
+from runtime_min.kernels.race import BOUND, Race, fresh, timed, wanted
 from specs.dims import TextDims
 from specs.mesh import Mesh
 
@@ -67,7 +67,7 @@ def bench(wish: Wish, progress: Callable[[int, int, str], None]) -> list[Row]:
 
 
 def _row(race: Race, case: Case, tuned: Any, default: Any, peers: dict[str, Peer], wish: Wish) -> Row:
-    want, inputs = wanted(case), rotated(case.args)
+    want, inputs = wanted(case), rotated(fresh(case))
     error = race.error(case, tuned, want)
     if not error <= BOUND:
         raise KernelError(f"{case.problem}: differs from its definition by {error:.2g}; a wrong kernel has no speed")

@@ -17,6 +17,7 @@ from PIL import Image
 from torch import Tensor
 
 from runtime_min.bench.report import page, write
+from runtime_min.kernels.choose import chooser_here
 from runtime_min.kernels.jit import Jit
 from runtime_min.models.shapes import random
 from runtime_min.models.vit import Grid, Tower
@@ -174,7 +175,7 @@ def measured(config: ModelConfig, rule: Rule, tflops: float) -> list[Row]:
     assert config.vision is not None
     d, device = config.vision, torch.device("cuda")
     weights = weights_of(config, device)
-    ours = triton_ops(Jit())
+    ours = triton_ops(Jit(chooser_here()))
     check(config, weights, ours)
     fast, reference = Tower(d, weights, ours), theirs(d, device)
     encoder = Encoder(fast, rule, Ranks(0, Mesh()))

@@ -105,16 +105,18 @@ class Race(AbstractContextManager["Race"]):
         return difference(self.op(case, config)(*checkable(case)), want)
 
     def time(self, case: Case, config: Any, inputs: list[tuple[Any, ...]]) -> Time:
-        """inputs: `rotated(case.args)`, made once a case."""
+        """inputs: `rotated(fresh(case))`, made once a case."""
         return timed(self.op(case, config), inputs)
 
 
+def fresh(case: Case) -> tuple[Any, ...]:
+    """The case's arguments; what the op overwrites is a copy."""
+    return (case.args[0].clone(), *case.args[1:]) if case.op == "vit_attn" else case.args
+
+
 def checkable(case: Case) -> tuple[Any, ...]:
-    """The case's arguments, with tokens routed to few experts: the definition unpacks each of them on the host. What
-    the op overwrites is a copy."""
-    if case.op == "vit_attn":
-        return (case.args[0].clone(), *case.args[1:])
-    return few_experts(case.args) if case.op == "moe_int4" else case.args
+    """`fresh`, with tokens routed to few experts: the definition unpacks each of them on the host."""
+    return few_experts(case.args) if case.op == "moe_int4" else fresh(case)
 
 
 def wanted(case: Case) -> Any:

@@ -20,7 +20,7 @@ from runtime_min.kernels.cases import Case, cases, rotated, steps, vision_cases
 from runtime_min.kernels.choose import chooser
 from runtime_min.kernels.cubin import arch_here
 from runtime_min.kernels.index import KernelError
-from runtime_min.kernels.race import BOUND, Race, Time, wanted
+from runtime_min.kernels.race import BOUND, Race, Time, fresh, wanted
 from runtime_min.kernels.tuning import Entry, Setting
 from specs.dims import TextDims, VisionDims
 from specs.mesh import Mesh
@@ -85,7 +85,7 @@ def configs(case: Case) -> list[Any]:
 
 def raced(race: Race, case: Case) -> tuple[Entry, list[dict[str, Any]]]:
     """The fastest config that gives what the definition gives, and what became of every candidate."""
-    want, inputs = wanted(case), rotated(case.args)
+    want, inputs = wanted(case), rotated(fresh(case))
     default, *others = configs(case)
     error = race.error(case, default, want)
     if not error <= BOUND:
