@@ -40,10 +40,11 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """nbytes: memory the step may hold until its chunks are written."""
+    """nbytes: memory the step may hold until its chunks are written. aside: it makes none, so none wait for it."""
 
     nbytes: int
     run: Callable[[], Result]
+    aside: bool = False
 
 
 def steps(job: Job, plan: Plan, source: Source, clock: Clock) -> Iterator[Step]:
@@ -159,7 +160,7 @@ def _plain_steps(work: Work, kind: Store, plan: Plan, source: Source, clock: Clo
         first = family.take is None or family.take[1] == 0
         whole = rows == shape[0] and rows <= block
         if first and not whole:
-            yield Step(BLOCK_BYTES, partial(_digest_step, name, family.stored(j)[0], source, clock))
+            yield Step(BLOCK_BYTES, partial(_digest_step, name, family.stored(j)[0], source, clock), aside=True)
         for low in range(0, rows, block):
             for part in range(n) if by_rank else (None,):
                 if part is not None and not _ranks(plan, kind, work, part):

@@ -20,6 +20,8 @@ from convert.shard.plan import Job
 from convert.shard.writer import StreamWriter
 
 SEALERS = 4
+# Jobs that are not sealed: while one drains, the next is read.
+OPEN = 2
 Record = dict[str, Any]
 
 
@@ -65,6 +67,11 @@ class Open:
         self.sources: dict[str, str] = {}
         self.files: dict[str, Record] = {}
         self.zero_scales = 0
+        self.aside: list[Future[Result]] = []
+
+    def add(self, result: Result) -> None:
+        self.sources.update(result.digests)
+        self.zero_scales += result.zero_scales
 
 
 class Countdown:
@@ -105,6 +112,7 @@ class Engine:
         self.sealers = ThreadPoolExecutor(SEALERS, "seal")
         self.pending: deque[tuple[Future[Result], Step, Open] | Open] = deque()
         self.open: list[Open] = []
+        self._sealed = threading.Condition()
         self.failure: BaseException | None = None
 
     def run(self, jobs: Iterable[tuple[Job, Iterable[Step]]]) -> None:
@@ -113,15 +121,17 @@ class Engine:
                 self.open.append(state := Open(job))
                 for step in steps:
                     self._make_room(step)
-                    self.pending.append((self.steppers.submit(step.run), step, state))
+                    self._submit(step, state)
                 self.pending.append(state)
+                self._await_sealed()
             while self.pending:
                 self._collect()
         except BaseException as e:
             self.failure = self.failure or e
-        for item in self.pending:
-            if not isinstance(item, Open):
-                item[0].cancel()
+        for future in [item[0] for item in self.pending if not isinstance(item, Open)]:
+            future.cancel()
+        for future in (f for state in list(self.open) for f in state.aside):
+            future.cancel()
         self.steppers.shutdown()
         for lane in self.lanes:
             lane.shutdown()
@@ -131,6 +141,23 @@ class Engine:
                 for writer in state.writers.values():
                     writer.discard()
             raise self.failure
+
+    def _submit(self, step: Step, state: Open) -> None:
+        future = self.steppers.submit(step.run)
+        if step.aside:
+            future.add_done_callback(lambda _: self.budget.give(step.nbytes))
+            state.aside.append(future)
+        else:
+            self.pending.append((future, step, state))
+
+    def _await_sealed(self) -> None:
+        """Returns when another job may be begun; hands finished steps on meanwhile."""
+        while len(self.open) >= OPEN and self.failure is None:
+            if self.pending:
+                self._collect()
+            else:
+                with self._sealed:
+                    self._sealed.wait(0.1)
 
     def _make_room(self, step: Step) -> None:
         """Waits until the step's memory fits the budget, handing finished steps on meanwhile."""
@@ -145,14 +172,15 @@ class Engine:
             raise self.failure
         item = self.pending.popleft()
         if isinstance(item, Open):
+            for digests in item.aside:
+                item.add(digests.result())
             barrier = Countdown(len(self.lanes), partial(self._seal_all, item))
             for lane in self.lanes:
                 lane.submit(self._guard, barrier)
             return
         future, step, state = item
         result = future.result()
-        state.sources.update(result.digests)
-        state.zero_scales += result.zero_scales
+        state.add(result)
         tasks = []
         for key, chunk in result.chunks:
             # Writing and the tensor's digest go on side by side; each keeps its own order.
@@ -189,7 +217,9 @@ class Engine:
 
     def _finish(self, state: Open) -> None:
         self.done(state.job, {"files": state.files, "sources": state.sources, "zero_scales": state.zero_scales})
-        state.writers.clear()
+        with self._sealed:
+            self.open.remove(state)
+            self._sealed.notify_all()
 
     def _guard(self, task: Callable[[], None], after: Callable[[], None] = lambda: None) -> None:
         """After a failure tasks do nothing but give their memory back."""

@@ -1,4 +1,4 @@
-"""Jobs shared out to processes, each with an engine of its own.
+"""Jobs shared out to processes, each with an engine of its own that takes the next job while its last one drains.
 
 Threads of one process take turns at the interpreter lock between numpy calls, so more than a handful gain nothing;
 processes do. Jobs share no file, so the bytes are the same however they are shared out.
@@ -8,9 +8,11 @@ import multiprocessing as mp
 import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
+from functools import partial
+from multiprocessing.queues import SimpleQueue
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Semaphore
 
@@ -31,23 +33,29 @@ LEAST_BYTES = 4 << 30
 PROCESS_BYTES = 512 << 20
 
 
-# Whether the job was ours to do, wall and core seconds by phase, process, and its peak resident bytes.
-Outcome = tuple[bool, tuple[Mapping[str, float], Mapping[str, float]], int, int]
+# Wall and core seconds by phase, and peak resident bytes.
+Outcome = tuple[tuple[Mapping[str, float], Mapping[str, float]], int]
+# How often the parent looks at what its processes have read and finished.
+GLANCE_SECONDS = 0.2
 
 
 @dataclass(slots=True)
 class Shared:
-    """What every process of a pool sees: bytes read so far, whether to stop, and a permit to begin for each."""
+    """What every process of a pool sees: bytes read so far, how many jobs were handed out, numbers of those that are
+    finished, whether to stop, and a permit to begin for each."""
 
     read: "Synchronized[int]"
+    taken: "Synchronized[int]"
+    finished: "SimpleQueue[int]"
     stop: "Synchronized[int]"
     begin: Semaphore
 
 
 @dataclass(slots=True)
 class Context:
-    """What a process keeps from job to job."""
+    """What a process knows."""
 
+    jobs: list[Job]
     plan: Plan
     source: Source
     journal: Journal
@@ -92,16 +100,21 @@ def run(
             engine.run((job, steps(job, plan, source, clock)) for job in jobs if journal.take(job))
         return 0
     spawn = mp.get_context("spawn")
-    shared = Shared(spawn.Value("q", 0), spawn.Value("b", 0), spawn.Semaphore(0))
-    context = Context(replace(plan, jobs=()), source, journal, workers // count, shared)
+    whole, flag = partial(spawn.Value, "q", 0), spawn.Value("b", 0)
+    shared = Shared(whole(), whole(), spawn.SimpleQueue(), flag, spawn.Semaphore(0))
+    context = Context(jobs, replace(plan, jobs=()), source, journal, workers // count, shared)
     try:
-        with ProcessPoolExecutor(count, spawn, _begin, (context,)) as pool, _following(shared, progress):
-            waiting = {pool.submit(_one, job): job for job in jobs}
+        with ProcessPoolExecutor(count, spawn, _begin, (context,)) as pool:
+            waiting = [pool.submit(_work) for _ in range(count)]
             # A process that is killed while the pool starts another one leaves that one behind (Python 3.11): none
             # begins before all are there.
             for _ in range(count):
                 shared.begin.release()
-            return _results(waiting, shared, clock, done)
+            try:
+                _follow(waiting, jobs, shared, done, progress)
+            finally:
+                shared.stop.value = 1
+            return _results(waiting, clock)
     except BrokenProcessPool as e:
         raise OutputError(
             f"{journal.out}: a worker process was killed, perhaps for want of memory; use fewer --workers and run the "
@@ -109,51 +122,34 @@ def run(
         ) from e
 
 
-def _results(waiting: dict["Future[Outcome]", Job], shared: Shared, clock: Clock, done: Callable[[Job], None]) -> int:
-    """The sum of the processes' peaks, or the first error once none of them works any more."""
-    peaks: dict[int, int] = {}
-    failure: BaseException | None = None
-    for future in as_completed(waiting):
-        try:
-            ours, times, process, peak = future.result()
-        except BaseException as e:
+def _follow(
+    waiting: list["Future[Outcome]"],
+    jobs: list[Job],
+    shared: Shared,
+    done: Callable[[Job], None],
+    progress: Callable[[int], None],
+) -> None:
+    """Hands on what all processes have read and finished until they end. The first that fails stops the others."""
+    by_number, told, left = {job.number: job for job in jobs}, 0, set(waiting)
+    while left:
+        over, left = wait(left, GLANCE_SECONDS)
+        if any(future.exception() is not None for future in over):
             shared.stop.value = 1
-            if failure is None or isinstance(failure, Stopped):
-                failure = e
-            continue
-        peaks[process] = peak
+        now = shared.read.value
+        progress(now - told)
+        told = now
+        while not shared.finished.empty():
+            done(by_number[shared.finished.get()])
+
+
+def _results(waiting: list["Future[Outcome]"], clock: Clock) -> int:
+    """The sum of the processes' peaks, or the error that stopped them."""
+    failures = [e for future in waiting if (e := future.exception()) is not None]
+    if failures:
+        raise next((e for e in failures if not isinstance(e, Stopped)), failures[0])
+    for times, _ in (future.result() for future in waiting):
         clock.add(times)
-        if ours:
-            done(waiting[future])
-    if failure is not None:
-        raise failure
-    return sum(peaks.values())
-
-
-class _following:
-    """Hands on to `progress` what all processes have read, twice a second."""
-
-    def __init__(self, shared: Shared, progress: Callable[[int], None]) -> None:
-        self.shared, self.progress, self.told = shared, progress, 0
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True)
-
-    def _follow(self) -> None:
-        while not self._over.wait(0.5):
-            self._tell()
-
-    def _tell(self) -> None:
-        now = self.shared.read.value
-        self.progress(now - self.told)
-        self.told = now
-
-    def __enter__(self) -> None:
-        self._thread.start()
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join()
-        self._tell()
+    return sum(peak for _, peak in (future.result() for future in waiting))
 
 
 _context: Context | None = None
@@ -175,8 +171,8 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _one(job: Job) -> Outcome:
-    """One job, in a process of the pool."""
+def _work() -> Outcome:
+    """A process's whole share, one job after another as they come."""
     assert _context is not None
     c, clock = _context, Clock()
 
@@ -184,11 +180,26 @@ def _one(job: Job) -> Outcome:
         with c.shared.read.get_lock():
             c.shared.read.value += n
 
+    def finished(job: Job, record: Record) -> None:
+        c.journal.record(job, record)
+        c.shared.finished.put(job.number)
+
     budget = PIECES * PIECE_BYTES * c.threads - PROCESS_BYTES
-    if ours := c.journal.take(job):
-        engine = Engine(c.journal.out, c.threads, budget, clock, c.journal.record, progress)
-        engine.run([(job, _until_stopped(steps(job, c.plan, c.source, clock), c.shared))])
-    return ours, (dict(clock.wall), dict(clock.core)), os.getpid(), peak_now()
+    engine = Engine(c.journal.out, c.threads, budget, clock, finished, progress)
+    engine.run((job, _until_stopped(steps(job, c.plan, c.source, clock), c.shared)) for job in _mine(c))
+    return (dict(clock.wall), dict(clock.core)), peak_now()
+
+
+def _mine(c: Context) -> Iterator[Job]:
+    """Jobs that no other process was handed, and that are ours to do."""
+    while True:
+        with c.shared.taken.get_lock():
+            number = c.shared.taken.value
+            c.shared.taken.value += 1
+        if number >= len(c.jobs):
+            return
+        if c.journal.take(c.jobs[number]):
+            yield c.jobs[number]
 
 
 def _until_stopped(every: Iterator[Step], shared: Shared) -> Iterator[Step]:
