@@ -6,15 +6,19 @@ processes do. Jobs share no file, so the bytes are the same however they are sha
 
 import multiprocessing as mp
 import os
+import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Semaphore
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import torch
 
@@ -60,7 +64,6 @@ class Context:
     source: Source
     journal: Journal
     threads: int
-    shared: Shared
 
 
 class Stopped(Exception):
@@ -102,9 +105,9 @@ def run(
     spawn = mp.get_context("spawn")
     whole, flag = partial(spawn.Value, "q", 0), spawn.Value("b", 0)
     shared = Shared(whole(), whole(), spawn.SimpleQueue(), flag, spawn.Semaphore(0))
-    context = Context(jobs, replace(plan, jobs=()), source, journal, workers // count, shared)
+    context = Context(jobs, replace(plan, jobs=()), source, journal, workers // count)
     try:
-        with ProcessPoolExecutor(count, spawn, _begin, (context,)) as pool:
+        with _told(context) as place, ProcessPoolExecutor(count, spawn, _begin, (place, shared)) as pool:
             waiting = [pool.submit(_work) for _ in range(count)]
             # A process that is killed while the pool starts another one leaves that one behind (Python 3.11): none
             # begins before all are there.
@@ -120,6 +123,16 @@ def run(
             f"{journal.out}: a worker process was killed, perhaps for want of memory; use fewer --workers and run the "
             "same command again: it goes on after the last finished part"
         ) from e
+
+
+@contextmanager
+def _told(context: Context) -> Iterator[str]:
+    """A file with the context, for as long as processes start. As an argument, too large for a pipe, it would keep the
+    parent from starting the next process until the last one has imported everything."""
+    with NamedTemporaryFile(prefix="kiln-") as file:
+        pickle.dump(context, file)
+        file.flush()
+        yield file.name
 
 
 def _follow(
@@ -152,16 +165,16 @@ def _results(waiting: list["Future[Outcome]"], clock: Clock) -> int:
     return sum(peak for _, peak in (future.result() for future in waiting))
 
 
-_context: Context | None = None
+_here: tuple[Context, Shared] | None = None
 
 
-def _begin(context: Context) -> None:
+def _begin(place: str, shared: Shared) -> None:
     """A new process: one thread an op, and no life after the parent's."""
-    global _context
-    _context = context
+    global _here
+    _here = pickle.loads(Path(place).read_bytes()), shared
     torch.set_num_threads(1)
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    context.shared.begin.acquire()
+    shared.begin.acquire()
 
 
 def _end_with_parent() -> None:
@@ -173,29 +186,29 @@ def _end_with_parent() -> None:
 
 def _work() -> Outcome:
     """A process's whole share, one job after another as they come."""
-    assert _context is not None
-    c, clock = _context, Clock()
+    assert _here is not None
+    (c, shared), clock = _here, Clock()
 
     def progress(n: int) -> None:
-        with c.shared.read.get_lock():
-            c.shared.read.value += n
+        with shared.read.get_lock():
+            shared.read.value += n
 
     def finished(job: Job, record: Record) -> None:
         c.journal.record(job, record)
-        c.shared.finished.put(job.number)
+        shared.finished.put(job.number)
 
     budget = PIECES * PIECE_BYTES * c.threads - PROCESS_BYTES
     engine = Engine(c.journal.out, c.threads, budget, clock, finished, progress)
-    engine.run((job, _until_stopped(steps(job, c.plan, c.source, clock), c.shared)) for job in _mine(c))
+    engine.run((job, _until_stopped(steps(job, c.plan, c.source, clock), shared)) for job in _mine(c, shared))
     return (dict(clock.wall), dict(clock.core)), peak_now()
 
 
-def _mine(c: Context) -> Iterator[Job]:
+def _mine(c: Context, shared: Shared) -> Iterator[Job]:
     """Jobs that no other process was handed, and that are ours to do."""
     while True:
-        with c.shared.taken.get_lock():
-            number = c.shared.taken.value
-            c.shared.taken.value += 1
+        with shared.taken.get_lock():
+            number = shared.taken.value
+            shared.taken.value += 1
         if number >= len(c.jobs):
             return
         if c.journal.take(c.jobs[number]):
