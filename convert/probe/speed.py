@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from convert.readers.files import hint
+
 BLOCK = 8 << 20
 BLOCKS = 48
 TRIED = 4 * BLOCKS
@@ -73,8 +75,7 @@ def _read(stop: float, place: tuple[Path, int]) -> int:
     if time.perf_counter() > stop:
         return 0
     with file.open("rb", buffering=0) as f:
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(f.fileno(), at, BLOCK, os.POSIX_FADV_DONTNEED)
+        hint(f.fileno(), at, BLOCK, "DONTNEED")
         f.seek(at)
         done = 0
         while done < BLOCK:

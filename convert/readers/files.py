@@ -19,6 +19,14 @@ def as_bytes(tensor: Tensor) -> memoryview:
     return tensor.numpy().data.cast("B")
 
 
+def hint(handle: int, start: int, size: int, advice: str) -> None:
+    """Tells the kernel what will become of bytes of an open file: WILLNEED begins to read them, DONTNEED to write them
+    out. It waits for nothing, and where the system has no such call, or refuses, nothing happens."""
+    if hasattr(os, "posix_fadvise"):
+        with suppress(OSError):
+            os.posix_fadvise(handle, start, size, getattr(os, f"POSIX_FADV_{advice}"))
+
+
 class Files:
     """Keeps files open; `read` fills a fresh uint8 tensor with exactly the bytes asked for."""
 
@@ -51,10 +59,9 @@ class Files:
         return out
 
     def soon(self, path: Path, start: int, size: int) -> None:
-        """Asks the kernel to fetch bytes that `read` will want; where it cannot, nothing happens."""
-        if hasattr(os, "posix_fadvise"):
-            with suppress(OSError):
-                os.posix_fadvise(self._open(path), start, size, os.POSIX_FADV_WILLNEED)
+        """Asks the kernel to fetch bytes that `read` will want; a file that cannot be opened is `read`'s to report."""
+        with suppress(OSError):
+            hint(self._open(path), start, size, "WILLNEED")
 
     def _open(self, path: Path) -> int:
         with self._lock:

@@ -128,9 +128,8 @@ class Engine:
                 self._collect()
         except BaseException as e:
             self.failure = self.failure or e
-        for future in [item[0] for item in self.pending if not isinstance(item, Open)]:
-            future.cancel()
-        for future in (f for state in list(self.open) for f in state.aside):
+        waiting = [item[0] for item in self.pending if not isinstance(item, Open)]
+        for future in waiting + [f for state in list(self.open) for f in state.aside]:
             future.cancel()
         self.steppers.shutdown()
         for lane in self.lanes:

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from multiprocessing.queues import SimpleQueue
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Semaphore
@@ -103,8 +102,13 @@ def run(
             engine.run((job, steps(job, plan, source, clock)) for job in jobs if journal.take(job))
         return 0
     spawn = mp.get_context("spawn")
-    whole, flag = partial(spawn.Value, "q", 0), spawn.Value("b", 0)
-    shared = Shared(whole(), whole(), spawn.SimpleQueue(), flag, spawn.Semaphore(0))
+    shared = Shared(
+        read=spawn.Value("q", 0),
+        taken=spawn.Value("q", 0),
+        finished=spawn.SimpleQueue(),
+        stop=spawn.Value("b", 0),
+        begin=spawn.Semaphore(0),
+    )
     context = Context(jobs, replace(plan, jobs=()), source, journal, workers // count)
     try:
         with _told(context) as place, ProcessPoolExecutor(count, spawn, _begin, (place, shared)) as pool:
@@ -127,7 +131,7 @@ def run(
 
 @contextmanager
 def _told(context: Context) -> Iterator[str]:
-    """A file with the context, for as long as processes start. As an argument, too large for a pipe, it would keep the
+    """A file with the context, while the pool lives. As an argument, too large for a pipe, it would keep the
     parent from starting the next process until the last one has imported everything."""
     with NamedTemporaryFile(prefix="kiln-") as file:
         pickle.dump(context, file)
@@ -160,9 +164,10 @@ def _results(waiting: list["Future[Outcome]"], clock: Clock) -> int:
     failures = [e for future in waiting if (e := future.exception()) is not None]
     if failures:
         raise next((e for e in failures if not isinstance(e, Stopped)), failures[0])
-    for times, _ in (future.result() for future in waiting):
+    outcomes = [future.result() for future in waiting]
+    for times, _ in outcomes:
         clock.add(times)
-    return sum(peak for _, peak in (future.result() for future in waiting))
+    return sum(peak for _, peak in outcomes)
 
 
 _here: tuple[Context, Shared] | None = None

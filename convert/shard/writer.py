@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from convert.readers.files import as_bytes
+from convert.readers.files import as_bytes, hint
 from convert.repack.clock import Clock
 from convert.shard.plan import FilePlan
 from specs.errors import OutputError
@@ -108,8 +108,8 @@ class StreamWriter:
     def _put(self, data: memoryview) -> None:
         with self.clock("write"), output_errors(self.path):
             write_all(self._handle, data)
-            # Linux begins to write such pages out, and waits for nothing: little is left to do when the file is sealed.
-            os.posix_fadvise(self._handle, self._written, len(data), os.POSIX_FADV_DONTNEED)
+            # What is on its way out by now need not be waited for when the file is sealed.
+            hint(self._handle, self._written, len(data), "DONTNEED")
         self._written += len(data)
         with self.clock("hash"):
             self._file.update(data)
