@@ -18,7 +18,7 @@ from runtime_min.artifact import Artifact
 from runtime_min.kernels import cubin, index, tuning
 from runtime_min.kernels.cases import vision_cases
 from runtime_min.kernels.choose import chooser
-from runtime_min.kernels.compile import recorded, see
+from runtime_min.kernels.compile import recorded, see, translated
 from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.launch import Launch
 from runtime_min.kernels.record import Recorder, Variant
@@ -204,6 +204,16 @@ class NoDriver:
 
     def function(self, image: bytes, symbol: str, shared: int) -> int:
         return len(image)
+
+
+def test_kernels_of_one_generation_are_refused_for_others() -> None:
+    types = ("*bf16",) * 3 + ("*i32",) * 3 + ("*fp32",) * 2 + ("i32", "i32", "fp32", "i32", "*i32", "*i32")
+    constants = {"H": 8, "L": 512, "R": 64, "P": 64, "BLOCK": 16, "ALONE": False, "TREE": False, "SLOTS": 5}
+    key = Variant("mla_decode.streamed", types, tuple(constants.items()), 4, 2)
+    for arch in archs():
+        if arch != "sm90":
+            with pytest.raises(KernelError, match=f"mla_decode.streamed: is written for sm90, not for {arch}"):
+                translated(key, arch)
 
 
 def test_what_was_not_compiled_is_named_when_it_is_wanted(artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:

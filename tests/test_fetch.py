@@ -44,7 +44,9 @@ def sealed(demo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "x.cubin").write_bytes(arch.encode())
         digest = sha256(arch.encode()).hexdigest()
         variant = Variant("rmsnorm.f", (), (), 4, 1)
-        row = Compiled(variant=variant, file="x.cubin", symbol="f", shared_bytes=0, scratch=(0, 0), sha256=digest)
+        row = Compiled(
+            variant=variant, file="x.cubin", symbol="f", shared_bytes=0, scratch=(0, 0), threads=128, sha256=digest
+        )
         (folder / "index.json").write_bytes(index.sealed(arch, manifest.read(out)["digest"], "3.6.0", [row]))
     return out
 

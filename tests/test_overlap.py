@@ -197,10 +197,10 @@ def test_the_driver_is_told(
     loaded, x = cubin.Loaded(overlap), torch.zeros(64)
     launch = Launch(kernel="rmsnorm.rows", grid=(5, 6, 7), args=(x, 3, 0.5), constants={}, warps=2, overlap=wanted)
     key = variant(launch)
-    loaded.add(Compiled(variant=key, file="", symbol="s", shared_bytes=96, scratch=(0, 0), sha256=""), b"")
+    loaded.add(Compiled(variant=key, file="", symbol="s", shared_bytes=96, scratch=(0, 0), threads=192, sha256=""), b"")
     loaded.run(launch, key)
     (config,) = loaded.driver.launches  # type: ignore[attr-defined]
-    assert (list(config.grid), list(config.block)) == ([5, 6, 7], [64, 1, 1])
+    assert (list(config.grid), list(config.block)) == ([5, 6, 7], [192, 1, 1])
     assert (config.shared, config.stream, config.count) == (96, 77, count)
     if count:
         attribute = config.attributes[0]

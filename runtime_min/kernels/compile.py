@@ -35,6 +35,8 @@ from specs.schema import archs
 
 # Positions of a model whose kernels are recorded.
 LONGEST = 1 << 18
+# Kernels in Gluon name one generation's instructions.
+GLUON_TARGET = 90
 
 
 class Alone(Ranks):
@@ -224,6 +226,7 @@ def translated(variant: Variant, arch: str) -> Any:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.experimental.gluon._runtime import GluonASTSource
 
     # Neither where the sources lie nor which machine this is may show in the bytes.
     triton.knobs.compilation.disable_line_info = True
@@ -234,12 +237,16 @@ def translated(variant: Variant, arch: str) -> Any:
     aligned = {
         (i,): [["tt.divisibility", 16]] for i, name in enumerate(fn.arg_names) if signature[name].startswith("*")
     }
-    source = ASTSource(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
+    target = archs()[arch]["target"]
+    if fn.is_gluon() and target != GLUON_TARGET:
+        raise KernelError(f"{variant.kernel}: is written for sm{GLUON_TARGET}, not for {arch}")
+    form = GluonASTSource if fn.is_gluon() else ASTSource
+    source = form(fn=fn, signature=signature, constexprs=constants, attrs=aligned)
     options = {
         "num_warps": variant.warps, "num_stages": variant.stages, "enable_fp_fusion": True,
         "maxnreg": variant.registers or None,
     }  # fmt: skip
-    return triton.compile(source, target=GPUTarget("cuda", archs()[arch]["target"], 32), options=options)
+    return triton.compile(source, target=GPUTarget("cuda", target, 32), options=options)
 
 
 def compiled(variant: Variant, arch: str) -> tuple[Compiled, bytes]:
@@ -251,6 +258,6 @@ def compiled(variant: Variant, arch: str) -> tuple[Compiled, bytes]:
     key = hashlib.sha256(repr(variant).encode()).hexdigest()[:16]
     kernel = Compiled(
         variant=variant, file=f"{variant.kernel}-{key}.cubin", symbol=meta.name, shared_bytes=int(meta.shared),
-        scratch=scratch, sha256=hashlib.sha256(cubin).hexdigest(),
+        scratch=scratch, threads=32 * int(meta.num_warps), sha256=hashlib.sha256(cubin).hexdigest(),
     )  # fmt: skip
     return kernel, cubin

@@ -98,7 +98,7 @@ class Loaded:
         values += [ctypes.c_void_p(next(scratch).data_ptr() if n else 0) for n in kernel.scratch]
         addresses = (ctypes.c_void_p * len(values))(*(ctypes.addressof(v) for v in values))
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        config = Config(launch.grid, (32 * launch.warps, 1, 1), kernel.shared_bytes, stream)
+        config = Config(launch.grid, (kernel.threads, 1, 1), kernel.shared_bytes, stream)
         if self.early is not None and launch.overlap:
             config.attributes, config.count = ctypes.pointer(self.early), 1
         self.driver("cuLaunchKernelEx", ctypes.byref(config), handle, addresses, None)

@@ -25,13 +25,15 @@ class KernelError(InputError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """One cubin. scratch: bytes a block of global and of profile scratch."""
+    """One cubin. scratch: bytes a block of global and of profile scratch. threads: of a block, with those of warps that
+    the kernel adds by itself."""
 
     variant: Variant
     file: str
     symbol: str
     shared_bytes: int
     scratch: tuple[int, int]
+    threads: int
     sha256: str
 
 
@@ -71,7 +73,7 @@ def _row(k: Compiled) -> dict[str, Any]:
     return {
         "kernel": v.kernel, "file": k.file, "symbol": k.symbol, "types": list(v.types), "constants": dict(v.constants),
         "warps": v.warps, "stages": v.stages, "registers": v.registers, "shared_bytes": k.shared_bytes, 
-        "scratch": list(k.scratch), "sha256": k.sha256,
+        "scratch": list(k.scratch), "threads": k.threads, "sha256": k.sha256,
     }  # fmt: skip
 
 
@@ -111,7 +113,8 @@ def _compiled(row: Mapping[str, Any]) -> Compiled:
             row["kernel"], tuple(row["types"]), constants, row["warps"], row["stages"], row.get("registers", 0)
         ),
         file=row["file"], symbol=row["symbol"], shared_bytes=row["shared_bytes"],
-        scratch=(row["scratch"][0], row["scratch"][1]), sha256=row["sha256"],
+        scratch=(row["scratch"][0], row["scratch"][1]), threads=row.get("threads", 32 * row["warps"]),
+        sha256=row["sha256"],
     )  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """Decode attention against its definition: ragged queries and lengths, splits, pages in any order, padding."""
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -129,21 +130,57 @@ def test_a_node_sees_itself_and_its_ancestors_alone(device: str) -> None:
             assert moved == [bool(int(bits) >> node & 1) for bits in inputs["tree"][1]]
 
 
+RINGS = [Config(block=b, pages=1, waves=w, ring=n) for b, n in launch.RINGS.items() for w in (0, 1)]
+OURS = [Config(), *RINGS]
+
+
+def fitting(config: Config) -> Jit:
+    """Kernels with a config that this card can run."""
+    if config.ring and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("written for sm90")
+    return Fixed(config)
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", OURS, ids=str)
 @pytest.mark.parametrize("heads", [8, 64])
-def test_trees_at_the_model_s_sizes(device: str, heads: int) -> None:
+def test_trees_at_the_model_s_sizes(device: str, heads: int, config: Config) -> None:
     inputs = grown(case(device, torch.bfloat16, [64, 4, 16, 1], [5000, 700, 64, 1], heads, 512, 64, 64))
     wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-    close(launch.mla_decode(Jit(), **inputs), ref.mla_decode(**wide), torch.bfloat16)
+    close(launch.mla_decode(fitting(config), **inputs), ref.mla_decode(**wide), torch.bfloat16)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("config", OURS, ids=str)
 @pytest.mark.parametrize("heads", [8, 16, 64])
-def test_the_model_s_sizes(device: str, heads: int) -> None:
+def test_the_model_s_sizes(device: str, heads: int, config: Config) -> None:
     """bf16 against FP32 on the same inputs: the error of a product in bf16."""
     inputs = case(device, torch.bfloat16, [1, 4, 16, 1], [5000, 700, 64, 1], heads, 512, 64, 64)
     wide = {k: v.float() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-    close(launch.mla_decode(Jit(), **inputs), ref.mla_decode(**wide), torch.bfloat16)
+    close(launch.mla_decode(fitting(config), **inputs), ref.mla_decode(**wide), torch.bfloat16)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("config", RINGS, ids=str)
+def test_rows_of_the_ring_do_not_depend_on_their_company(device: str, config: Config) -> None:
+    """And no run differs from another."""
+    config = replace(config, waves=0)
+    inputs = case(device, torch.bfloat16, [1, 1, 1], [5000, 700, 64], 8, 512, 64, 64)
+    whole = launch.mla_decode(fitting(config), **inputs)
+    for b in range(3):
+        alone = inputs | {
+            "q_lat": inputs["q_lat"][b : b + 1], "q_pe": inputs["q_pe"][b : b + 1], "pages": inputs["pages"][b : b + 1],
+            "cu_q": torch.tensor([0, 1], dtype=torch.int32, device=device), "lengths": inputs["lengths"][b : b + 1],
+        }  # fmt: skip
+        for _ in range(20):
+            assert torch.equal(launch.mla_decode(fitting(config), **alone), whole[b : b + 1])
+
+
+def test_the_ring_is_offered_at_the_model_s_sizes_alone() -> None:
+    sizes = {"heads": 8, "queries": 1, "sequences": 1, "latent": 512, "rope": 64, "page_tokens": 64}
+    assert any(c.ring for c in launch.Problem(**sizes).candidates())
+    for other in ({"page_tokens": 32}, {"latent": 256}, {"rope": 32}, {"item": 4}):
+        assert not any(c.ring for c in launch.Problem(**sizes | other).candidates())
 
 
 def test_rows_do_not_depend_on_their_company(device: str) -> None:

@@ -12,17 +12,21 @@ from runtime_min.kernels.launch import LOG2E, WIDEST, Kernels, Launch, power
 BLOCKS = 132
 LONGEST = 16
 MOST_SPLITS = 256
+# What fits a block's shared memory beside `block` query rows.
+RINGS = {16: 5, 32: 4, 64: 3}
 
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """`block` query rows a program; `waves` times BLOCKS programs are aimed at; a share is at least `pages` pages."""
+    """`block` query rows a program; `waves` times BLOCKS programs are aimed at; a share is at least `pages` pages.
+    `ring`: halves of pages in the ring of the kernel whose pages have warps of their own (sm90); 0 is the other one."""
 
     block: int = 16
     waves: int = 1
     pages: int = 2
     warps: int = 4
     stages: int = 2
+    ring: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +54,19 @@ class Problem:
             for w in (1, 2)
             for p in (1, 2, 4)
             for n in (4, 8)
-            for s in (2, 3)
+            for s in ((2,) if self.page_tokens >= 64 else (2, 3))
+        ] + [
+            Config(block=b, waves=w, pages=p, ring=RINGS[b])
+            for b in sizes
+            for w in (1, 2)
+            for p in (1, 2, 4)
+            if self.streams
         ]
+
+    @property
+    def streams(self) -> bool:
+        """Are these sizes that the kernel with a ring takes?"""
+        return (self.latent, self.rope, self.page_tokens, self.item) == (512, 64, 64, 2)
 
 
 def mla_decode(
@@ -72,17 +87,13 @@ def mla_decode(
     splits = max(1, config.waves * BLOCKS // (sequences * blocks))
     splits = min(splits, max(1, pages.shape[1] // config.pages), MOST_SPLITS)
     constants = {
-        "H": heads,
-        "L": latent,
-        "BL": power(latent),
-        "R": rope,
-        "BR": power(rope),
-        "P": page_tokens,
-        "BLOCK": config.block,
-        "ALONE": splits == 1,
-        "STAGES": config.stages,
+        "H": heads, "L": latent, "R": rope, "P": page_tokens, "BLOCK": config.block, "ALONE": splits == 1,
         "TREE": tree is not None,
     }  # fmt: skip
+    if config.ring:
+        kernel, own = "streamed", {"SLOTS": config.ring}
+    else:
+        kernel, own = "split", {"BL": power(latent), "BR": power(rope), "STAGES": config.stages}
     parts, state = out, out
     if splits > 1:
         parts = torch.empty(splits, tokens, heads, latent, dtype=torch.float32, device=out.device)
@@ -92,11 +103,21 @@ def mla_decode(
         *(tree or (cu_q, cu_q)),
     )  # fmt: skip
     grid = (sequences, splits, blocks)
-    kernels.run(Launch(kernel="mla_decode.split", grid=grid, args=args, constants=constants, warps=config.warps))
+    kernels.run(
+        Launch(kernel=f"mla_decode.{kernel}", grid=grid, args=args, constants=constants | own, warps=config.warps)
+    )
     if splits > 1:
-        part = min(128, power(latent))
-        grid = (tokens * heads, -(-latent // part), 1)
-        args = (parts, state, out, splits, tokens)
-        constants = {"H": heads, "L": latent, "BL": part, "BS": MOST_SPLITS, "BATCH": 16}
-        kernels.run(Launch(kernel="mla_decode.combine", grid=grid, args=args, constants=constants))
+        _combine(kernels, parts, state, out)
     return out
+
+
+def _combine(kernels: Kernels, parts: Tensor, state: Tensor, out: Tensor) -> None:
+    """The shares' results [splits, tokens, heads, latent] into one, by programs that fill a card if there are few rows
+    and have little to begin with if there are many."""
+    splits, tokens, heads, latent = parts.shape
+    rows = tokens * heads
+    part = min(power(latent), 32 if rows <= 16 else 128 if rows <= 256 else 512)
+    most = next(n for n in (4, 16, 64, MOST_SPLITS) if n >= splits)
+    constants = {"H": heads, "L": latent, "BL": part, "BS": most, "BATCH": min(16, most)}
+    grid, args = (rows, -(-latent // part), 1), (parts, state, out, splits, tokens)
+    kernels.run(Launch(kernel="mla_decode.combine", grid=grid, args=args, constants=constants))
