@@ -50,8 +50,9 @@ def rebuild(artifact: Path, arch: str) -> str:
 def source_digest(op: str) -> str:
     """sha256 over the device code of one op and of what every op uses."""
     digest = hashlib.sha256()
-    for name in (f"{op}/kernel.py", *SHARED_SOURCES):
-        digest.update((HERE / name).read_bytes())
+    own = [HERE / op / "kernel.py", *sorted((HERE / op).glob("*_device.py"))]
+    for path in (*own, *(HERE / name for name in SHARED_SOURCES)):
+        digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
