@@ -23,7 +23,7 @@ from runtime_min.kernels.linear.launch import Config, Problem
 from runtime_min.kernels.moe_int4 import launch as moe
 from runtime_min.kernels.moe_route.ref import Routing
 from runtime_min.kernels.race import wanted
-from runtime_min.kernels.tune import journal, recalled
+from runtime_min.kernels.tune import journal, recalled, standing
 from runtime_min.kernels.tuning import Entry, Setting, TuningError
 from specs import manifest
 from specs.config import read_config
@@ -140,6 +140,14 @@ def test_a_journal_is_taken_up_where_it_was_torn(tmp_path: Path) -> None:
     path.write_text("\n".join([line(ENTRY), stale, foreign, line(ENTRY)[:50]]))
     assert recalled(path, SETTING) == {PROBLEM: ENTRY}
     assert recalled(tmp_path / "none.jsonl", SETTING) == {}
+
+
+def test_what_a_table_says_about_anything_else_stays(tmp_path: Path) -> None:
+    path = written(tmp_path / "t.json", ENTRY)
+    assert standing(path, "", SETTING) == {PROBLEM: ENTRY}
+    assert standing(path, "", replace(SETTING, triton="1")) == {}
+    assert standing(changed(path, lambda b: b["ops"]["linear"].update(source="0" * 64)), "", SETTING) == {}
+    assert standing(tmp_path / "none.json", "", SETTING) == {}
 
 
 def test_inputs_rotate_past_the_cache() -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 import torch
+from torch import Tensor
 
 from runtime_min.bench.floors import Work, prefill_flops, work
 from runtime_min.core import Core
@@ -31,7 +32,7 @@ from runtime_min.ops import Ops, each, triton_ops
 from runtime_min.pages import PAGE_TOKENS, Sequence
 from runtime_min.request import Limits, Request
 from runtime_min.sample import Sampling
-from runtime_min.sampler import Row
+from runtime_min.sampler import Row, Sampler
 from runtime_min.scheduler import Active
 
 STEPS = 24
@@ -154,11 +155,26 @@ def begun(core: Core, sequences: int, context: int) -> list[Active]:
     return list(scheduler.running)
 
 
+class Scattered(Sampler):
+    """A sampler after which every sequence goes on with a token of its own: random weights lead all of them to the same
+    few tokens, and these to the same few experts."""
+
+    def __init__(self, slots: int, vocab: int, device: torch.device) -> None:
+        super().__init__(slots, vocab, device)
+        self.tokens = torch.arange(slots + 1, device=device) * 17 % vocab
+
+    def __call__(self, *args: Any) -> Tensor:
+        found = super().__call__(*args)
+        self.last.copy_(self.tokens)
+        return found
+
+
 def decoded(model: Decoder, sequences: int, context: int, floor: Work, card: Card) -> DecodeRow:
     """Steps of the whole engine on the clock, and the same work on the card without the host in between."""
     device = model.settings.device
     core = Core(model, Limits(running=sequences, cache_tokens=sequences * context, context=context, graphs=sequences))
-    cache, sampler = core.runner.cache, core.runner.sampler
+    cache, sampler = core.runner.cache, Scattered(sequences, model.dims.vocab, device)
+    core.runner = replace(core.runner, sampler=sampler)
     cache.rows[:, cache.page_tokens :].normal_()
     running = begun(core, sequences, context)
     copies = [(Sequence(list(a.sequence.pages), a.sequence.length), a.tokens[-1:]) for a in running]

@@ -1,7 +1,7 @@
 """Times every candidate of every problem of a model on this GPU, and keeps the fastest. Never imported while serving.
 
 Each case that is done is one line of a journal beside the table, with all its timings; a run that is stopped goes on
-from there, and the table is made of the journal.
+from there, and the table is made of the journal and of what it said before about anything else.
 """
 
 import json
@@ -61,21 +61,30 @@ def tune(wish: Tuning, progress: Callable[[int, int, str], None]) -> tuple[int, 
     chosen = [c for c in found if (not wish.ops or c.problem.op in wish.ops) and len(configs(c)) > 1]
     done = recalled(journal(wish.out), setting)
     left = [c for c in chosen if c.problem not in done]
+    table = standing(wish.out, wish.weights, setting) | done
     wish.out.parent.mkdir(parents=True, exist_ok=True)
     with Race(setting.arch, chooser(setting.arch), len(os.sched_getaffinity(0))) as race:
         for case in left:
             race.ahead(v for config in configs(case) for v in race.variants(case, config))
         for number, case in enumerate(left):
             if wish.minutes and time.monotonic() - begin > 60 * wish.minutes:
-                return len(done), len(left) - number
+                return len(table), len(left) - number
             progress(number, len(left), f"{case.problem.op} {tuple(asdict(case.problem).values())}")
             entry, rows = raced(race, case)
             _append(journal(wish.out), setting, entry, rows)
-            done[case.problem] = entry
-            tuning.write(wish.out, tuning.sealed(setting, done.values(), wish.weights))
+            table[case.problem] = entry
+            tuning.write(wish.out, tuning.sealed(setting, table.values(), wish.weights))
     if not left:
-        tuning.write(wish.out, tuning.sealed(setting, done.values(), wish.weights))
-    return len(done), 0
+        tuning.write(wish.out, tuning.sealed(setting, table.values(), wish.weights))
+    return len(table), 0
+
+
+def standing(path: Path, weights: str, setting: Setting) -> dict[Any, Entry]:
+    """What a table says already, if it was timed in this setting, with the device code of today."""
+    if not path.exists():
+        return {}
+    table = tuning.read(path, weights)
+    return {e.problem: e for e in table.entries} if table.setting == setting else {}
 
 
 def configs(case: Case) -> list[Any]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from runtime_min.artifact import Artifact, Stored
 from runtime_min.aside import Aside
+from runtime_min.kernels.linear.launch import MOST_TOKENS
 from runtime_min.kv import FEW_QUERIES, Batch, DraftCache, LatentCache, Part
 from runtime_min.models.rope import softmax_scale, tables
 from runtime_min.ops import MoeShape, Ops
@@ -101,6 +102,9 @@ class Experts:
         self.router, self.bias = weights[f"{name}.router"].tensor, weights[f"{name}.router_bias"].tensor
         self.gate_up, self.down = weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"]
         self.shared = Dense(weights, f"{name}.shared", model.ops)
+        # One after the other in memory: few tokens are multiplied with both at once.
+        self.both = torch.cat([self.router, self.shared.gate_up])
+        self.router, self.shared.gate_up = torch.split(self.both, [len(self.router), len(self.shared.gate_up)])
         self.first = cut(d.experts, ranks.mesh.ep, ranks.mesh.index("ep", ranks.rank))[0]
         self.shape = MoeShape(
             hidden=d.hidden,
@@ -116,10 +120,16 @@ class Experts:
         The router adds up in FP32, as its bias is stored.
         """
         aside = Aside(x)
-        with aside:
-            shared = self.shared(x)
-        every = self.ranks.brought(x, rows)
-        logits = self.ops.linear(every, self.router, self.bias.dtype)
+        if self.ranks.groups == 1 and len(x) <= MOST_TOKENS:
+            every, both = x, self.ops.linear(x, self.both, self.bias.dtype)
+            logits, gate_up = torch.split(both, [len(self.router), len(self.shared.gate_up)], -1)
+            with aside:
+                shared = self.ops.silu_linear(gate_up, self.shared.down)
+        else:
+            with aside:
+                shared = self.shared(x)
+            every = self.ranks.brought(x, rows)
+            logits = self.ops.linear(every, self.router, self.bias.dtype)
         routing = self.ops.route(logits, self.bias, self.dims.top_k, self.dims.routed_scale)
         aside.join()
         return self.ops.moe_int4(

@@ -112,8 +112,8 @@ def silu_linear(kernels: Kernels, gate_up: Tensor, weight: Tensor) -> Tensor:
     n, k = weight.shape
     config = kernels.pick(Problem(n, k, 1, power(len(gate_up)), silu=True))
     if config.torch or len(gate_up) == 0:
-        return library(silu_mul(kernels, gate_up), weight, gate_up.dtype)
-    y = gate_up.new_empty(len(gate_up), n)
+        return library(silu_mul(kernels, gate_up).to(weight.dtype), weight, weight.dtype)
+    y = weight.new_empty(len(gate_up), n)
     _launch(kernels, config, gate_up[:, None], weight[None], y[:, None], None, 0.0, silu=True)
     return y
 

@@ -20,9 +20,10 @@ def norm_linear(x: Tensor, gamma: Tensor, eps: float, weight: Tensor, out: torch
 
 
 def silu_linear(gate_up: Tensor, weight: Tensor) -> Tensor:
-    """gate_up [T, 2 K], gate before up; weight [N, K] -> (silu(gate) * up) weight^T [T, N], unrounded between."""
+    """gate_up [T, 2 K], gate before up; weight [N, K] -> (silu(gate) * up) weight^T [T, N] in the dtype of weight,
+    unrounded between."""
     gate, up = gate_up.to(wide(gate_up)).chunk(2, -1)
-    return ((silu(gate) * up) @ weight.to(gate.dtype).T).to(gate_up.dtype)
+    return ((silu(gate) * up) @ weight.to(gate.dtype).T).to(weight.dtype)
 
 
 def heads_linear(x: Tensor, weight: Tensor, across: bool = False) -> Tensor:

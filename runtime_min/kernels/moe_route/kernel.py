@@ -9,12 +9,14 @@ from runtime_min.kernels.compat import ready
 
 
 @triton.jit(do_not_specialize=["scale"])
-def choose(LOGITS, BIAS, IDS, WEIGHTS, scale, E: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr):
-    """Grid: tokens. The best of what is left, TOP_K times; of equals the lowest id."""
+def choose(
+    LOGITS, BIAS, IDS, WEIGHTS, scale, E: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr, TOP_K: tl.constexpr
+):
+    """Grid: tokens, whose logits are ROW apart. The best of what is left, TOP_K times; of equals the lowest id."""
     ready()
     t = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, BLOCK)
-    scores = 1 / (1 + tl.exp(-tl.load(LOGITS + t * E + e, mask=e < E, other=0.0)))
+    scores = 1 / (1 + tl.exp(-tl.load(LOGITS + t * ROW + e, mask=e < E, other=0.0)))
     left = tl.where(e < E, scores + tl.load(BIAS + e, mask=e < E, other=0.0), float("-inf"))
     place = tl.arange(0, triton.next_power_of_2(TOP_K))
     ids = tl.zeros([triton.next_power_of_2(TOP_K)], tl.int32)

@@ -35,12 +35,10 @@ def route(kernels: Kernels, logits: Tensor, bias: Tensor, top_k: int, scale: flo
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=logits.device)
     weights = torch.empty(tokens, top_k, dtype=torch.float32, device=logits.device)
     if tokens:
-        if logits.dtype != torch.float32 or not logits.is_contiguous():
-            raise ValueError(
-                f"route: {logits.dtype} logits with strides {logits.stride()}, expected contiguous float32"
-            )
+        if logits.dtype != torch.float32 or logits.stride(1) != 1:
+            raise ValueError(f"route: {logits.dtype} logits with strides {logits.stride()}, expected rows of float32")
         config = kernels.pick(Problem(experts, top_k))
-        constants = {"E": experts, "BLOCK": power(experts), "TOP_K": top_k}
+        constants = {"E": experts, "ROW": logits.stride(0), "BLOCK": power(experts), "TOP_K": top_k}
         args = (logits, bias, ids, weights, scale)
         kernels.run(
             Launch(kernel="moe_route.choose", grid=(tokens, 1, 1), args=args, constants=constants, warps=config.warps)
