@@ -120,7 +120,7 @@ class Experts:
         The router adds up in FP32, as its bias is stored.
         """
         aside = Aside(x)
-        if self.ranks.groups == 1 and len(x) <= MOST_TOKENS:
+        if self.ranks.groups == 1 and len(x) <= MOST_TOKENS and x.dtype.itemsize <= self.bias.dtype.itemsize:
             every, both = x, self.ops.linear(x, self.both, self.bias.dtype)
             logits, gate_up = torch.split(both, [len(self.router), len(self.shared.gate_up)], -1)
             with aside:
