@@ -95,12 +95,12 @@ def test_page_sizes_are_compared_at_equal_shares() -> None:
 
         def pick(self, problem: Any) -> Config:
             assert problem.page_tokens == 64
-            return Config(pages=4)
+            return Config(pages=4, ring=5)
 
         def run(self, launch: Any) -> None:
             raise AssertionError(launch)
 
     problem = Problem(heads=8, queries=1, sequences=1, latent=512, rope=64, page_tokens=16)
     kernels = Resized(Fixed())
-    found = [kernels.pick(replace(problem, page_tokens=n)).pages for n in (16, 32, 64, 128, 1024)]
-    assert found == [16, 8, 4, 2, 1]
+    found = [kernels.pick(replace(problem, page_tokens=n)) for n in (16, 32, 64, 128, 1024)]
+    assert [(c.pages, c.ring) for c in found] == [(16, 0), (8, 0), (4, 5), (2, 0), (1, 0)]

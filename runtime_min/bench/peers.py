@@ -43,7 +43,7 @@ def torch_peer(case: Case) -> Call | None:
     calls: dict[str, Call] = {
         "linear": lambda x, w, out=None: library(x, w, out or x.dtype),
         "norm_linear": lambda x, g, eps, w, out=None: library(F.rms_norm(x, g.shape, g, eps), w, out or x.dtype),
-        "silu_linear": lambda x, w: library(silu_mul.silu_mul(x), w, x.dtype),
+        "silu_linear": lambda x, w: library(silu_mul.silu_mul(x).to(w.dtype), w, w.dtype),
         "heads_linear": library_heads,
         "rmsnorm": lambda x, g, eps: F.rms_norm(x, g.shape, g, eps),
         "mla_prefill": _prefill,

@@ -255,7 +255,8 @@ def timed_ops(
 
 @dataclass(frozen=True, slots=True)
 class Resized:
-    """Kernels whose decode attention has, at any page size, the config of PAGE_TOKENS, its shares equal in tokens."""
+    """Kernels whose decode attention has, at any page size, the config of PAGE_TOKENS, its shares equal in tokens;
+    where there is no ring of pages of that size, the kernel without one."""
 
     kernels: Kernels
 
@@ -263,7 +264,8 @@ class Resized:
         if not isinstance(problem, mla_decode.Problem):
             return self.kernels.pick(problem)
         config = self.kernels.pick(replace(problem, page_tokens=PAGE_TOKENS))
-        return replace(config, pages=max(1, config.pages * PAGE_TOKENS // problem.page_tokens))
+        pages = max(1, config.pages * PAGE_TOKENS // problem.page_tokens)
+        return replace(config, pages=pages, ring=config.ring if problem.streams else 0)
 
     def run(self, launch: Launch) -> None:
         self.kernels.run(launch)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.jit import Jit
 from runtime_min.kernels.mla_decode import launch, ref
 from runtime_min.kernels.mla_decode.launch import Config
@@ -181,6 +182,12 @@ def test_the_ring_is_offered_at_the_model_s_sizes_alone() -> None:
     assert any(c.ring for c in launch.Problem(**sizes).candidates())
     for other in ({"page_tokens": 32}, {"latent": 256}, {"rope": 32}, {"item": 4}):
         assert not any(c.ring for c in launch.Problem(**sizes | other).candidates())
+
+
+def test_a_ring_is_refused_at_other_sizes(device: str) -> None:
+    inputs = case(device, torch.bfloat16, [1], [5], 2, 64, 16, 16)
+    with pytest.raises(KernelError, match=r"latent=64.*ring=5.* and bf16"):
+        launch.mla_decode(Fixed(Config(ring=5)), **inputs)
 
 
 def test_rows_do_not_depend_on_their_company(device: str) -> None:

@@ -6,6 +6,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from runtime_min.kernels.index import KernelError
 from runtime_min.kernels.launch import LOG2E, WIDEST, Kernels, Launch, power
 
 # Blocks that fill the largest GPU of today once.
@@ -82,7 +83,10 @@ def mla_decode(
         raise ValueError("mla_decode: q_lat, q_pe, rows and the rows of pages must be contiguous")
     queries = min(longest, tokens)
     item = q_lat.element_size()
-    config = kernels.pick(Problem(power(heads), power(queries), power(sequences), latent, rope, page_tokens, item))
+    problem = Problem(power(heads), power(queries), power(sequences), latent, rope, page_tokens, item)
+    config = kernels.pick(problem)
+    if config.ring and not problem.streams:
+        raise KernelError(f"{problem}: {config} has a ring; that takes latents of 512, keys and pages of 64, and bf16")
     blocks = -(-queries * heads // config.block)
     splits = max(1, config.waves * BLOCKS // (sequences * blocks))
     splits = min(splits, max(1, pages.shape[1] // config.pages), MOST_SPLITS)
