@@ -121,7 +121,6 @@ def _combine(kernels: Kernels, parts: Tensor, state: Tensor, out: Tensor) -> Non
     splits, tokens, heads, latent = parts.shape
     rows = tokens * heads
     part = min(power(latent), 32 if rows <= 16 else 128 if rows <= 256 else 512)
-    most = next(n for n in (4, 16, 64, MOST_SPLITS) if n >= splits)
-    constants = {"H": heads, "L": latent, "BL": part, "BS": most, "BATCH": min(16, most)}
+    constants = {"H": heads, "L": latent, "BL": part, "BS": MOST_SPLITS, "BATCH": 16}
     grid, args = (rows, -(-latent // part), 1), (parts, state, out, splits, tokens)
     kernels.run(Launch(kernel="mla_decode.combine", grid=grid, args=args, constants=constants))
