@@ -25,6 +25,7 @@ from runtime_min.kernels.jit import Jit
 from runtime_min.kernels.launch import Kernels, Launch
 from runtime_min.kernels.linear import launch as linear
 from runtime_min.kernels.linear.launch import Config
+from runtime_min.kernels.mla_decode.launch import RINGS
 from runtime_min.kernels.race import captured
 from runtime_min.kernels.record import Variant, variant
 from runtime_min.kernels.rmsnorm.launch import rmsnorm
@@ -37,13 +38,15 @@ from tests.fullsize import k26_config
 ROOT = Path(__file__).parent.parent
 WAIT, NEXT = "griddepcontrol.wait", "griddepcontrol.launch_dependents"
 LAUNCHED = re.compile(r'kernel="(\w+)\.(\w+)"')
+# In a file of its own, with a test of its own.
+GLUON = ("mla_decode", "streamed")
 # Kernels that the quick test compiles, one variant of each.
 FEW = ("linear.product", "mla_decode.combine", "moe_int4.add_up", "moe_route.choose", "rmsnorm.rows")
 
 
 def launched() -> list[tuple[str, str]]:
-    """(op, function) of every kernel that some op launches."""
-    return sorted({m for path in HERE.glob("*/launch.py") for m in LAUNCHED.findall(path.read_text())})
+    """(op, function) of every kernel in Triton that some op launches."""
+    return sorted({m for path in HERE.glob("*/launch.py") for m in LAUNCHED.findall(path.read_text())} - {GLUON})
 
 
 def called(node: ast.AST) -> set[str]:
@@ -147,6 +150,21 @@ def test_some_kernels_wait_before_they_touch_memory(arch: str, tmp_path: Path) -
     few += [next(v for v in found if ("ACROSS", True) in v.constants)]
     said = {v.kernel: wrong(v, arch, p) for v, p in zip(few, translations(few, arch, tmp_path), strict=True)}
     assert not any(said.values()), said
+
+
+@pytest.mark.parametrize("block", list(RINGS))
+def test_the_kernel_in_gluon_waits_first_and_releases_nothing_early(block: int, tmp_path: Path) -> None:
+    """Its other warps branch off before the wait, to where the first ones send them to work after it."""
+    types = ("*bf16",) * 3 + ("*i32",) * 3 + ("*fp32",) * 2 + ("i32", "i32", "fp32", "i32", "*i32", "*i32")
+    constants = {"H": 8, "L": 512, "R": 64, "P": 64, "BLOCK": block, "ALONE": False, "TREE": False}
+    key = Variant(".".join(GLUON), types, tuple(sorted({**constants, "SLOTS": RINGS[block]}.items())), 4, 2)
+    (ptx,) = translations([key], "sm90", tmp_path)
+    found = list(opcodes(ptx))
+    assert (found.count(WAIT), found.count(NEXT)) == (1, 0)
+    head, rest = found[: found.index(WAIT)], found[found.index(WAIT) :]
+    assert sum(o.split(".")[0] in ("bra", "brx") for o in head) <= 1
+    assert not [o for o in head if touches(o) or o.split(".")[0] in ("ret", "exit", "call")]
+    assert any(map(touches, rest))
 
 
 @pytest.mark.slow

@@ -102,9 +102,12 @@ class Experts:
         self.router, self.bias = weights[f"{name}.router"].tensor, weights[f"{name}.router_bias"].tensor
         self.gate_up, self.down = weights[f"{name}.experts.gate_up"], weights[f"{name}.experts.down"]
         self.shared = Dense(weights, f"{name}.shared", model.ops)
-        # One after the other in memory: few tokens are multiplied with both at once.
-        self.both = torch.cat([self.router, self.shared.gate_up])
-        self.router, self.shared.gate_up = torch.split(self.both, [len(self.router), len(self.shared.gate_up)])
+        # One after the other in memory, few tokens are multiplied with both at once; in the router's dtype, which must
+        # lose nothing.
+        self.sizes, self.both = [len(self.router), len(self.shared.gate_up)], None
+        if ranks.groups == 1 and model.settings.dtype.itemsize <= self.bias.dtype.itemsize:
+            self.both = torch.cat([self.router, self.shared.gate_up])
+            self.router, self.shared.gate_up = torch.split(self.both, self.sizes)
         self.first = cut(d.experts, ranks.mesh.ep, ranks.mesh.index("ep", ranks.rank))[0]
         self.shape = MoeShape(
             hidden=d.hidden,
@@ -120,9 +123,9 @@ class Experts:
         The router adds up in FP32, as its bias is stored.
         """
         aside = Aside(x)
-        if self.ranks.groups == 1 and len(x) <= MOST_TOKENS and x.dtype.itemsize <= self.bias.dtype.itemsize:
+        if self.both is not None and len(x) <= MOST_TOKENS:
             every, both = x, self.ops.linear(x, self.both, self.bias.dtype)
-            logits, gate_up = torch.split(both, [len(self.router), len(self.shared.gate_up)], -1)
+            logits, gate_up = torch.split(both, self.sizes, -1)
             with aside:
                 shared = self.ops.silu_linear(gate_up, self.shared.down)
         else:

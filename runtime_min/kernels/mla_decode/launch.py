@@ -94,10 +94,6 @@ def mla_decode(
         "H": heads, "L": latent, "R": rope, "P": page_tokens, "BLOCK": config.block, "ALONE": splits == 1,
         "TREE": tree is not None,
     }  # fmt: skip
-    if config.ring:
-        kernel, own = "streamed", {"SLOTS": config.ring}
-    else:
-        kernel, own = "split", {"BL": power(latent), "BR": power(rope), "STAGES": config.stages}
     parts, state = out, out
     if splits > 1:
         parts = torch.empty(splits, tokens, heads, latent, dtype=torch.float32, device=out.device)
@@ -107,9 +103,12 @@ def mla_decode(
         *(tree or (cu_q, cu_q)),
     )  # fmt: skip
     grid = (sequences, splits, blocks)
-    kernels.run(
-        Launch(kernel=f"mla_decode.{kernel}", grid=grid, args=args, constants=constants | own, warps=config.warps)
-    )
+    if config.ring:
+        constants["SLOTS"] = config.ring
+        kernels.run(Launch(kernel="mla_decode.streamed", grid=grid, args=args, constants=constants))
+    else:
+        constants |= {"BL": power(latent), "BR": power(rope), "STAGES": config.stages}
+        kernels.run(Launch(kernel="mla_decode.split", grid=grid, args=args, constants=constants, warps=config.warps))
     if splits > 1:
         _combine(kernels, parts, state, out)
     return out
